@@ -105,6 +105,7 @@ dist: $(STAMP)
 	$(BIN)/python -m build --outdir dist
 
 lint: $(STAMP)
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

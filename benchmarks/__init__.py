@@ -1,1 +1,2 @@
-"""Benchmarks of fnet and other libraries. One command creates each table. RESULTS.md contains measured figures."""
+"""Benchmarks of fnet and other libraries. One command creates each table. RESULTS.md contains
+measured figures."""

@@ -1,8 +1,8 @@
-"""The steps that `benchmarks.accelerators` compiles: training of GPT-2 and ResNet, and decoding of a Llama, with fnet,
-flax.linen, flax.nnx and plain JAX.
+"""The steps that `benchmarks.accelerators` compiles: training of GPT-2 and ResNet, and decoding of
+a Llama, with fnet, flax.linen, flax.nnx and plain JAX.
 
-Each function returns (step, indices of the donated arguments, shapes of the arguments). `benchmarks.accelerators` may
-apply `ft.tune` to the step.
+Each function returns (step, indices of the donated arguments, shapes of the arguments).
+`benchmarks.accelerators` may apply `ft.tune` to the step.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ def resnet(form, size, platform):
 
 
 def _flax(form, workload, x):
-    """Returns the shapes of the variables, and a function `apply(variables, x) -> (logits, state)`. The variables are
-    the parameters, or (parameters, state of BatchNorm). In forms with "scan", the blocks are a scan."""
+    """Returns the shapes of the variables, and a function `apply(variables, x) -> (logits, state)`.
+    The variables are the parameters, or (parameters, state of BatchNorm). In forms with "scan", the
+    blocks are a scan."""
     library, *scanned = form.split("-")
     options = {"scanned": True} if scanned else {}
     if library == "linen":

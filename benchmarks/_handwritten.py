@@ -1,8 +1,9 @@
-"""Steps in bfloat16, as an expert writes them in plain JAX: GPT-2, ResNet-50, and decoding of one token with a Llama.
+"""Steps in bfloat16, as an expert writes them in plain JAX: GPT-2, ResNet-50, and decoding of one
+token with a Llama.
 
-`benchmarks.accelerators` compares fnet with these steps. Of the alternatives that were compiled, the steps use those
-with the least memory traffic: unrolled layers, residual stream and logits in bfloat16, statistics in one pass, and a
-bfloat16 cache [batch, heads, time, head_dim].
+`benchmarks.accelerators` compares fnet with these steps. Of the alternatives that were compiled,
+the steps use those with the least memory traffic: unrolled layers, residual stream and logits in
+bfloat16, statistics in one pass, and a bfloat16 cache [batch, heads, time, head_dim].
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def gpt_loss(params, tokens, *, attention, heads):
 
 
 def cudnn(q, k, v):
-    # jax.nn's implementation="cudnn" runs the same kernels, but compiles only if cuDNN is installed.
+    # jax.nn's implementation="cudnn" runs the same kernels, but compiles only if cuDNN is
+    # installed.
     return nn.dot_product_attention(q, k, v, causal=True)
 
 
@@ -205,8 +207,8 @@ def resnet_loss(params, state, images, labels, *, depths):
 
 
 def decode(vocab_size, width, depth, heads, kv_heads, hidden, batch, capacity):
-    """Returns (step, indices of the donated arguments, shapes of the arguments). The step decodes one token greedily.
-    All examples are at the same position."""
+    """Returns (step, indices of the donated arguments, shapes of the arguments). The step decodes
+    one token greedily. All examples are at the same position."""
     s, dim = shapes(BF16), width // heads
     block = dict(
         norm1=s(width),

@@ -1,8 +1,10 @@
-"""The output of the benchmarks: tables of medians, ranges and ratios, with the command, the machine and the versions.
+"""The output of the benchmarks: tables of medians, ranges and ratios, with the command, the machine
+and the versions.
 
-A small benchmark is a module with a dict {name of a peer: function that returns seconds}, and ends with `main(...)`. A
-peer is one of the libraries or variants that a benchmark compares. Other programs run on the machines, so times vary.
-Therefore, the peers alternate (`_live`), and only ratios within one run are compared.
+A small benchmark is a module with a dict {name of a peer: function that returns seconds}, and ends
+with `main(...)`. A peer is one of the libraries or variants that a benchmark compares. Other
+programs run on the machines, so times vary. Therefore, the peers alternate (`_live`), and only
+ratios within one run are compared.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from benchmarks._live import Live, serve, turns
 
 
 def seconds(run, *, budget=1.0, repeats=5) -> float:
-    """Returns the seconds of a call: the minimum of `repeats` means. Each mean is over several calls. All calls
-    together take about `budget` seconds."""
+    """Returns the seconds of a call: the minimum of `repeats` means. Each mean is over several
+    calls. All calls together take about `budget` seconds."""
     run()
     once = max(timeit.timeit(run, number=3) / 3, 1e-7)
     number = max(1, int(budget / repeats / once))
@@ -30,10 +32,12 @@ def seconds(run, *, budget=1.0, repeats=5) -> float:
 def main(
     module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, base: str | None = None
 ) -> dict:
-    """Runs every peer once in each round, each peer in its own process. Prints a table and returns {name: median}.
+    """Runs every peer once in each round, each peer in its own process. Prints a table and returns
+    {name: median}.
 
     Args:
-        module: the name of the benchmark's module. `python -m module name` starts the process of one peer.
+        module: the name of the benchmark's module. `python -m module name` starts the process of
+            one peer.
         peers: {name: function that returns seconds}.
         unit, scale: figures are printed as seconds x scale, in this unit.
         base: the name of the peer to whose time ratios are computed. Default None: the last peer.
@@ -61,8 +65,8 @@ def table(
     bases: list[str],
     more: dict | None = None,
 ) -> str:
-    """Returns a table with a line for each peer: median, min and max over the rounds, ratios to the peers in `bases`,
-    and the columns in `more`.
+    """Returns a table with a line for each peer: median, min and max over the rounds, ratios to the
+    peers in `bases`, and the columns in `more`.
 
     A ratio is the median, over the rounds, of the ratio of two peers' times in the same round.
     """
@@ -91,8 +95,9 @@ def table(
 
 
 def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator: str = "") -> str:
-    """Returns a line with the command, the machine and the versions, which are needed to interpret figures. `allocator`
-    is included if it is not "", that is, if all tables use the same allocator."""
+    """Returns a line with the command, the machine and the versions, which are needed to interpret
+    figures. `allocator` is included if it is not "", that is, if all tables use the same
+    allocator."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = []
@@ -102,7 +107,8 @@ def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator:
         except PackageNotFoundError:
             pass  # a library that is not installed is not in the table
     return (
-        f"`{command}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} cores of {_cpu()}, "
+        f"`{command}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} "
+        f"cores of {_cpu()}, "
         f"Python {platform.python_version()}, {', '.join(versions)}"
         + f", allocator: {allocator}" * bool(allocator)
         + "\n"

@@ -1,8 +1,10 @@
-"""Reads kernels, their traffic with main memory, and their products from the optimized HLO of a compiled program.
+"""Reads kernels, their traffic with main memory, and their products from the optimized HLO of a
+compiled program.
 
-The roofline time of a kernel is the maximum of FLOPs / peak and bytes / bandwidth. The sum of the roofline times of all
-kernels is a lower bound of the time of a step. Actual products reach only about 70 % of the peak. Therefore, compare
-these times with each other, and do not quote them as absolute times.
+The roofline time of a kernel is the maximum of FLOPs / peak and bytes / bandwidth. The sum of the
+roofline times of all kernels is a lower bound of the time of a step. Actual products reach only
+about 70 % of the peak. Therefore, compare these times with each other, and do not quote them as
+absolute times.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Array(NamedTuple):
 
     @property
     def in_main_memory(self) -> bool:
-        """Whether the array is in main memory, memory space 0. Other memory spaces are on the chip (VMEM) or contain
-        semaphores."""
+        """Whether the array is in main memory, memory space 0. Other memory spaces are on the chip
+        (VMEM) or contain semaphores."""
         return re.search(r"S\([1-9]\)", self.layout) is None
 
 
@@ -103,16 +105,16 @@ class Operation:
 
 
 class Product(NamedTuple):
-    """A matrix product or convolution: its FLOPs, and the dtypes of its operands and result, such as "bf16 x bf16 ->
-    f32"."""
+    """A matrix product or convolution: its FLOPs, and the dtypes of its operands and result, such
+    as "bf16 x bf16 -> f32"."""
 
     flops: float
     dtypes: str
 
 
 class Kernel(NamedTuple):
-    """A kernel. `times` is the number of times that a step runs it. `cycles` is the number of cycles that a TPU's
-    compiler estimates, or 0."""
+    """A kernel. `times` is the number of times that a step runs it. `cycles` is the number of
+    cycles that a TPU's compiler estimates, or 0."""
 
     name: str
     kind: str
@@ -154,8 +156,8 @@ def parse(text: str) -> tuple[dict[str, dict[str, Operation]], str]:
 
 
 def kernels(text: str) -> list[Kernel]:
-    """Returns the kernels of a program in order. A kernel in the body of a loop is listed once, and `times` contains
-    the number of iterations."""
+    """Returns the kernels of a program in order. A kernel in the body of a loop is listed once, and
+    `times` contains the number of iterations."""
     computations, entry = parse(text)
     return [_kernel(computations, *found) for found in _walk(computations, entry, 1)]
 
@@ -220,8 +222,8 @@ def _kernel(computations, computation, operation, times) -> Kernel:
 
 
 def _kind(operation, codes) -> str:
-    """Returns the kind of a kernel without products, such as "cast" if it only converts values, and "copy" if it only
-    moves and converts values."""
+    """Returns the kind of a kernel without products, such as "cast" if it only converts values, and
+    "copy" if it only moves and converts values."""
     idle = {
         "parameter",
         "constant",
@@ -252,8 +254,8 @@ def _kind(operation, codes) -> str:
 
 
 def _called(computation, operation) -> tuple[str, list[Product]]:
-    """Returns (kind, products) for a call of a library or of an attention kernel in Pallas, and ("", []) for all other
-    operations."""
+    """Returns (kind, products) for a call of a library or of an attention kernel in Pallas, and
+    ("", []) for all other operations."""
     target = operation.target
     arrays = [
         computation[name].arrays[0] for name in operation.operands if computation[name].arrays
@@ -310,7 +312,8 @@ def _product(computation, operation) -> Product:
 
 
 def _useful(operation, labels, left, right, out) -> float:
-    """Returns the fraction of a convolution's multiplications that read neither padding nor the zeros of a dilation."""
+    """Returns the fraction of a convolution's multiplications that read neither padding nor the
+    zeros of a dilation."""
     window = re.search(r"window=\{([^}]*)\}", operation.attributes)
     options = dict(re.findall(r"(\w+)=([\w\-]+)", window[1])) if window else {}
     axes = len(labels[1]) - 2
@@ -340,8 +343,8 @@ def _useful(operation, labels, left, right, out) -> float:
 
 
 def _traffic(computations, computation, operation) -> tuple[float, float]:
-    """Returns the bytes that an operation reads from main memory, and the bytes that it writes. For slices and in-place
-    updates, only the elements that they read or write count."""
+    """Returns the bytes that an operation reads from main memory, and the bytes that it writes. For
+    slices and in-place updates, only the elements that they read or write count."""
     inputs = [computation[name] for name in operation.operands if name in computation]
     if operation.code == "fusion":
         return _fused_traffic(computations[operation.attribute("calls")], operation, inputs)

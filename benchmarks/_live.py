@@ -1,8 +1,8 @@
 """Runs the peers of a benchmark in separate processes. One peer works while the others sleep.
 
-A peer is one of the libraries or variants that a benchmark compares. Its process reads a JSON object from each line,
-and answers with a line that contains a JSON object (see `serve`). Each peer is started and compiled once. A slow period
-of the machine affects all peers.
+A peer is one of the libraries or variants that a benchmark compares. Its process reads a JSON
+object from each line, and answers with a line that contains a JSON object (see `serve`). Each peer
+is started and compiled once. A slow period of the machine affects all peers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from pathlib import Path
 
 
 class PeerError(Exception):
-    """A peer ended unexpectedly, did not answer in time, or failed. The message states the peer and the reason."""
+    """A peer ended unexpectedly, did not answer in time, or failed. The message states the peer and
+    the reason."""
 
 
 class Live:
-    """The process of a peer, which answers questions. At the end of its `with` block, the process is killed.
+    """The process of a peer, which answers questions. At the end of its `with` block, the process
+    is killed.
 
     Args:
         name: the name of the peer in messages.
-        command: the command that starts the process, in the root folder of the repository. The process must call
-            `serve`.
+        command: the command that starts the process, in the root folder of the repository. The
+            process must call `serve`.
         environment: environment variables to set, {name: value}. Default None.
     """
 
@@ -46,7 +48,8 @@ class Live:
         self.heard = b""
 
     def ask(self, do: str, *, limit: float, **details):
-        """Asks a question and returns the answer. Raises a PeerError if there is no answer within `limit` seconds."""
+        """Asks a question and returns the answer. Raises a PeerError if there is no answer within
+        `limit` seconds."""
         try:
             self.process.stdin.write(json.dumps({"do": do, **details}).encode() + b"\n")
             self.process.stdin.flush()
@@ -90,7 +93,8 @@ class Live:
 
 
 def serve(answers: dict) -> None:
-    """Answers the questions from standard input with `answers[do](**details)`, until standard input is closed.
+    """Answers the questions from standard input with `answers[do](**details)`, until standard input
+    is closed.
 
     Standard output contains only the answers. All other output goes to standard error.
     """
@@ -111,11 +115,12 @@ def serve(answers: dict) -> None:
 def turns(
     peers: list[Live], *, rounds: int, budget: float, untimed: int = 0, limit: float = 600
 ) -> dict[str, list[float]]:
-    """Returns the seconds per step of every peer in every round, {name: seconds}. In each round, each peer runs for
-    about `budget` seconds.
+    """Returns the seconds per step of every peer in every round, {name: seconds}. In each round,
+    each peer runs for about `budget` seconds.
 
-    The first `untimed` rounds are discarded. JAX queues steps, each with its own memory, so a process grows in the
-    first rounds. The first access to new memory can be ten times as slow as later accesses.
+    The first `untimed` rounds are discarded. JAX queues steps, each with its own memory, so a
+    process grows in the first rounds. The first access to new memory can be ten times as slow as
+    later accesses.
     """
     figures = {peer.name: [] for peer in peers}
     for _ in range(untimed + rounds):

@@ -1,4 +1,5 @@
-"""The programs of `benchmarks.corpus`: models of fnet, handwritten programs, and models of other libraries."""
+"""The programs of `benchmarks.corpus`: models of fnet, handwritten programs, and models of other
+libraries."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ PROGRAMS = {}
 
 
 def program(name):
-    """Returns a decorator that registers a function under a name. The function returns (f, params, inputs), and the
-    program is `f(params, *inputs)`."""
+    """Returns a decorator that registers a function under a name. The function returns (f, params,
+    inputs), and the program is `f(params, *inputs)`."""
 
     def add(make):
         PROGRAMS[name] = make

@@ -4,10 +4,11 @@
     python -m pip install libtpu                                                           # for TPUs
     python -m benchmarks.accelerators [--chips=h100,v5e] [--programs=gpt,resnet,decode] [--forms=...] [--small]
 
-The steps do not run. All figures are read from the optimized HLO: kernels, bytes from and to main memory, the roofline
-time, the time that a TPU's compiler estimates, copies, and products by dtype. The roofline time is a lower bound, with
-which rows can be compared. `--check` compares the counts of the small size with the recorded counts. The exit code is 1
-if they are worse. `--largest` prints the largest batch of the GPT that fits the memory of each chip instead.
+The steps do not run. All figures are read from the optimized HLO: kernels, bytes from and to main
+memory, the roofline time, the time that a TPU's compiler estimates, copies, and products by dtype.
+The roofline time is a lower bound, with which rows can be compared. `--check` compares the counts
+of the small size with the recorded counts. The exit code is 1 if they are worse. `--largest` prints
+the largest batch of the GPT that fits the memory of each chip instead.
 """
 
 import collections
@@ -93,7 +94,8 @@ WRITE = flags.DEFINE_bool("record", False, "record the counts of the small size"
 
 
 def device(name):
-    """Returns a device to compile for and its chip. The device is None if the compiler is not installed."""
+    """Returns a device to compile for and its chip. The device is None if the compiler is not
+    installed."""
     target = _targets.target(CHIPS[name])
     if target.devices is None:
         print(f"{name} is skipped: {target.why}")
@@ -149,7 +151,8 @@ def figures(program, compiled_step, text, chip):
 
 
 def needed(form, size, batch, where, chip):
-    """Returns the bytes of memory that a step of the GPT needs, or infinity if the compiler finds no form that fits."""
+    """Returns the bytes of memory that a step of the GPT needs, or infinity if the compiler finds
+    no form that fits."""
     size = dataclasses.replace(size, gpt=dataclasses.replace(size.gpt, batch=batch))
     try:
         memory = compiled("gpt", form, size, where, chip)[0].memory_analysis()
@@ -168,7 +171,8 @@ def needed(form, size, batch, where, chip):
 def largest(chips, forms, size):
     """Prints the largest batch of the GPT, a multiple of 8, that fits the memory of each chip."""
     print(
-        "| chip, form | largest batch | GB | GB of the next batch | other batches: GB |\n|---|---|---|---|---|"
+        "| chip, form | largest batch | GB | GB of the next batch | other batches: GB "
+        "|\n|---|---|---|---|---|"
     )
     for chip_name in chips:
         where, chip = device(chip_name)
@@ -189,7 +193,8 @@ def largest(chips, forms, size):
                 if batch not in (0, best, best + 8)
             )
             print(
-                f"| {chip_name} {form} | {best} | {tried[best] / 1e9:.1f} | {tried[best + 8] / 1e9:.1f} | {others} |",
+                f"| {chip_name} {form} | {best} | {tried[best] / 1e9:.1f} | "
+                f"{tried[best + 8] / 1e9:.1f} | {others} |",
                 flush=True,
             )
 
@@ -211,7 +216,8 @@ def table(chips, programs, forms, size):
     """Compiles each program and prints its row of the table. Returns {name: figures}."""
     every = {}
     print(
-        "| chip, program, form | kernels | GB | roofline ms | compiler's ms | copies GB | temporary GiB | products |"
+        "| chip, program, form | kernels | GB | roofline ms | compiler's ms | copies GB | "
+        "temporary GiB | products |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for chip_name in chips:

@@ -1,12 +1,13 @@
-"""The overhead of saving: 100 training steps with one checkpoint, compared with 100 steps without a checkpoint.
+"""The overhead of saving: 100 training steps with one checkpoint, compared with 100 steps without a
+checkpoint.
 
     python -m benchmarks.checkpoints                 # the CNN for digits, and an MLP whose steps are short for its size
     python -m benchmarks.checkpoints --rounds=20 mlp
 
-Rounds with and without a checkpoint alternate. A round with a checkpoint ends when the checkpoint is on the disk.
-"wall" is the median increase of the wall-clock time. "processor" is the median increase of the time that the cores
-spent on this process, which other programs on the machine affect less. "call" is the time for which `save` blocks the
-loop.
+Rounds with and without a checkpoint alternate. A round with a checkpoint ends when the checkpoint
+is on the disk. "wall" is the median increase of the wall-clock time. "processor" is the median
+increase of the time that the cores spent on this process, which other programs on the machine
+affect less. "call" is the time for which `save` blocks the loop.
 """
 
 import argparse
@@ -96,7 +97,8 @@ def measure(name, model, x, labels, rounds, folder):
                 cores.append(taken[1][1] / taken[0][1] - 1)
     median = statistics.median
     print(
-        f"{name:5} {size / 1e6:6.1f} MB {median(plain) / STEPS * 1e3:6.2f} ms {median(calls[1:]) * 1e3:6.2f} ms "
+        f"{name:5} {size / 1e6:6.1f} MB {median(plain) / STEPS * 1e3:6.2f} ms "
+        f"{median(calls[1:]) * 1e3:6.2f} ms "
         f"{median(walls):+7.1%} {median(cores):+10.1%}",
         flush=True,
     )

@@ -1,5 +1,5 @@
-"""The time that `ft.tune` adds before the first step. Plain and tuned training steps are traced and compiled
-alternately in one process.
+"""The time that `ft.tune` adds before the first step. Plain and tuned training steps are traced and
+compiled alternately in one process.
 
     python -m benchmarks.compiling gpt cnn mlp
     python -m benchmarks.compiling gpt --peer=linen --dtype=mixed --rounds=3

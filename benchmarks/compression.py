@@ -4,11 +4,12 @@
     python -m benchmarks.compression --compress_models=minilm --compress_time=false
     python -m benchmarks.compression --compress_memory --compress_time=false --compress_accuracy=false
 
-`pretrained.find` locates the weights. MiniLM embeds 500 sentences of The Tempest. stories15m is evaluated on stories
-that it samples itself, and calibrated on other such stories. ResNet-50 classifies crops of the photos that
-scikit-image, scikit-learn and matplotlib contain. If qwix is installed, it rounds the same kernels for comparison.
-Times are fractions of the time in float32. "predicted" is the prediction of `compress.advise`. For the memory, each
-model is exported as a bundle. A new process loads the bundle and runs it for one example. "resident" is the memory that
+`pretrained.find` locates the weights. MiniLM embeds 500 sentences of The Tempest. stories15m is
+evaluated on stories that it samples itself, and calibrated on other such stories. ResNet-50
+classifies crops of the photos that scikit-image, scikit-learn and matplotlib contain. If qwix is
+installed, it rounds the same kernels for comparison. Times are fractions of the time in float32.
+"predicted" is the prediction of `compress.advise`. For the memory, each model is exported as a
+bundle. A new process loads the bundle and runs it for one example. "resident" is the memory that
 this adds to a process that has only imported JAX.
 """
 
@@ -56,8 +57,8 @@ PHOTOS = (
 
 
 def minilm():
-    """Returns (f, params, batches for calibration, (name of the accuracy, function of f and params that computes it),
-    function from a batch size to inputs)."""
+    """Returns (f, params, batches for calibration, (name of the accuracy, function of f and params
+    that computes it), function from a batch size to inputs)."""
     path = pretrained.find("minilm")
     model = pretrained.model("minilm-l6", path)
     params, _ = pretrained.load(model, path)
@@ -183,7 +184,8 @@ def recipes(name, stats, with_gram):
 
 
 def _qwix(chosen, params):
-    """Returns the parameters with the kernels rounded by qwix. `chosen` states which kernels are quantized."""
+    """Returns the parameters with the kernels rounded by qwix. `chosen` states which kernels are
+    quantized."""
     from qwix._src.core import qarray
 
     def rounded(choice, w):
@@ -240,8 +242,8 @@ def memory(f, params, inputs) -> tuple[float, float, float]:
 
 
 def ratios(functions, inputs):
-    """Returns {name: median of the ratio of a function's time to the time of the first function}. The functions
-    alternate for at most 12 calls each, or about 20 seconds."""
+    """Returns {name: median of the ratio of a function's time to the time of the first function}.
+    The functions alternate for at most 12 calls each, or about 20 seconds."""
     times, end = {name: [] for name in functions}, time.perf_counter() + 20
     for number in range(12):
         if number >= 5 and time.perf_counter() > end:
@@ -288,7 +290,8 @@ def table(name):
     print("|---" * (3 + 3 * MEMORY.value + 2 * len(slow)) + "|")
     for label, tree in trees.items():
         print(
-            f"| {label} | {compress.size(tree) / 1e6:.1f} | {measure(implicit, tree) if ACCURACY.value else ''} |"
+            f"| {label} | {compress.size(tree) / 1e6:.1f} | "
+            f"{measure(implicit, tree) if ACCURACY.value else ''} |"
             + "".join(f" {each:.1f} |" for each in sizes.get(label, ()))
             + "".join(f" {slow[n][label]:.2f} | {predicted[n][label]:.2f} |" for n in slow),
             flush=True,
@@ -303,7 +306,8 @@ def table(name):
         sign = sum((a < 1) == (b < 1) or max(abs(a - 1), abs(b - 1)) < 0.05 for a, b in pairs)
         near = sum(0.7 <= b / a <= 1.3 for a, b in pairs)
         print(
-            f"\n{name}: faster or slower as predicted in {sign} of {len(pairs)} (also if both are within 5 % of 1), "
+            f"\n{name}: faster or slower as predicted in {sign} of {len(pairs)} (also if both are "
+            f"within 5 % of 1), "
             f"within 30 % in {near}",
             flush=True,
         )

@@ -1,9 +1,11 @@
-"""Shows which convolutions `tune` makes faster. Compares Eigen's kernels, YNNPACK's kernels and the tuned program.
+"""Shows which convolutions `tune` makes faster. Compares Eigen's kernels, YNNPACK's kernels and the
+tuned program.
 
     python -m benchmarks.convolutions
     python -m benchmarks.convolutions depthwise            # convolutions with this word in their names
 
-The programs run in one process and alternate, because a process for each program would take minutes.
+The programs run in one process and alternate, because a process for each program would take
+minutes.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ SHAPES = [
 
 
 def milliseconds(f, *args) -> dict[str, float]:
-    """Returns {form: median milliseconds of ROUNDS calls}. The forms are "YNNPACK" (JAX's default), "Eigen" and
-    "tuned"."""
+    """Returns {form: median milliseconds of ROUNDS calls}. The forms are "YNNPACK" (JAX's default),
+    "Eigen" and "tuned"."""
     runs = {
         "YNNPACK": jax.jit(f),
         "Eigen": jax.jit(f, compiler_options=YNNPACK),
@@ -87,7 +89,8 @@ def cases():
             yield f"{name}, bfloat16", convolve, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
     for n, *space, c in ((8, 28, 28, 64), (2, 8, 16, 16, 32)):
         yield (
-            f"transposed {'x'.join('4' * len(space))}/2 {c} to {c} at {'x'.join(map(str, (n, *space)))}",
+            f"transposed {'x'.join('4' * len(space))}/2 {c} to {c} at "
+            f"{'x'.join(map(str, (n, *space)))}",
             lambda x, w: lax.conv_transpose(x, w, (2,) * (x.ndim - 2), "SAME"),
             draw(n, *space, c),
             draw(*[4] * len(space), c, c),
@@ -103,7 +106,8 @@ def main():
         )
     )
     print(
-        "| convolution | pass | YNNPACK ms | Eigen ms | tuned ms | Eigen / YNNPACK | tuned / YNNPACK |"
+        "| convolution | pass | YNNPACK ms | Eigen ms | tuned ms | Eigen / YNNPACK | tuned / "
+        "YNNPACK |"
     )
     print("|---" * 7 + "|")
     for name, convolve, x, w in cases():

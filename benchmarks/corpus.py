@@ -1,12 +1,14 @@
-"""Applies `ft.tune` to programs of many kinds, and measures the ratio of the tuned program's time to the plain one's.
+"""Applies `ft.tune` to programs of many kinds, and measures the ratio of the tuned program's time
+to the plain one's.
 
     python -m benchmarks.corpus                            # all programs: forward pass, gradient and training step
     python -m benchmarks.corpus --only=lstm,unet --measure # names with lstm or unet; with tune(measure=True)
 
-Each program is compiled plain and tuned in one process. The two forms alternate in nine rounds. A row contains the
-median of the nine ratios and its 95 % interval, from the second smallest to the second largest ratio. A program is
-reported as slower if the median is above 1.03 and the interval does not contain 1. The programs of Flax, Equinox and
-Haiku are omitted if the library is not installed.
+Each program is compiled plain and tuned in one process. The two forms alternate in nine rounds. A
+row contains the median of the nine ratios and its 95 % interval, from the second smallest to the
+second largest ratio. A program is reported as slower if the median is above 1.03 and the interval
+does not contain 1. The programs of Flax, Equinox and Haiku are omitted if the library is not
+installed.
 """
 
 from __future__ import annotations
@@ -101,12 +103,14 @@ def main(arguments=None) -> None:
             every.append(median)
             slower += [f"{name}, {kind}: {median:.2f}"] * slow
             print(
-                f"| {name} | {kind} | {median:.2f} | {ratios[1]:.2f} to {ratios[-2]:.2f} | {'slower' * slow} |",
+                f"| {name} | {kind} | {median:.2f} | {ratios[1]:.2f} to {ratios[-2]:.2f} | "
+                f"{'slower' * slow} |",
                 flush=True,
             )
         jax.clear_caches()
     print(
-        f"\n{len(every)} rows: worst {max(every):.2f}, median {statistics.median(every):.2f}, best {min(every):.2f}; "
+        f"\n{len(every)} rows: worst {max(every):.2f}, median {statistics.median(every):.2f}, best "
+        f"{min(every):.2f}; "
         f"{len(slower)} slower{': ' * bool(slower)}{'; '.join(slower)}"
     )
     if missing:

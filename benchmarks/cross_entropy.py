@@ -1,4 +1,5 @@
-"""The loss of a tied output layer over GPT-2's vocabulary and its gradient: complete logits compared with chunks.
+"""The loss of a tied output layer over GPT-2's vocabulary and its gradient: complete logits
+compared with chunks.
 
     python -m benchmarks.cross_entropy
 
@@ -53,5 +54,6 @@ if __name__ == "__main__" and main(
 ):
     for name, loss in (("linear_cross_entropy", _chunked), ("whole logits", _whole)):
         print(
-            f"{name}: {_compiled(loss).memory_analysis().temp_size_in_bytes / 2**20:,.0f} MiB of temporary memory"
+            f"{name}: {_compiled(loss).memory_analysis().temp_size_in_bytes / 2**20:,.0f} MiB of "
+            f"temporary memory"
         )

@@ -2,8 +2,8 @@
 
     python -m benchmarks.curves [--model=gpt] [--steps=200] [--seeds=3]
 
---model=gpt trains a small GPT on the bytes of Shakespeare, --model=resnet a small ResNet on CIFAR-10. The data are in
-`FNET_CACHE` or ~/.cache/fnet. The loss is the mean of the last 20 steps.
+--model=gpt trains a small GPT on the bytes of Shakespeare, --model=resnet a small ResNet on
+CIFAR-10. The data are in `FNET_CACHE` or ~/.cache/fnet. The loss is the mean of the last 20 steps.
 """
 
 import statistics
@@ -43,7 +43,8 @@ def gpt(policy, seed, steps):
     path = cache_folder() / "shakespeare" / "input.txt"
     if not path.exists():
         sys.exit(
-            f"{path} is missing: put the text of Shakespeare there, such as that of nanoGPT (1.1 MB)"
+            f"{path} is missing: put the text of Shakespeare there, such as that of nanoGPT (1.1 "
+            f"MB)"
         )
     text = np.frombuffer(path.read_bytes(), np.uint8)
     model = models.GPT(256, 128, 6, 4, context=LENGTH)
@@ -105,7 +106,8 @@ def resnet(policy, seed, steps):
 def main(_):
     losses = {"gpt": gpt, "resnet": resnet}[MODEL.value]
     print(
-        f"`python -m benchmarks.curves {' '.join(sys.argv[1:])}`, jax {jax.__version__}, {STEPS.value} steps\n\n"
+        f"`python -m benchmarks.curves {' '.join(sys.argv[1:])}`, jax {jax.__version__}, "
+        f"{STEPS.value} steps\n\n"
         f"| policy | {' | '.join(f'seed {seed}' for seed in range(SEEDS.value))} | mean |\n"
         f"|---|{'---|' * (SEEDS.value + 1)}"
     )

@@ -1,4 +1,5 @@
-"""Memory and attention kernels of GPT-2's bfloat16 training step, compiled for an H100 that is not attached.
+"""Memory and attention kernels of GPT-2's bfloat16 training step, compiled for an H100 that is not
+attached.
 
     python -m pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION      # jax's own version
     python -m benchmarks.deviceless [--preset=gpt2] [--batch=8,16]
@@ -72,9 +73,11 @@ def chunked(model, params, tokens):
 def main(_):
     device, model = h100(), models.GPT.preset(PRESET.value)
     print(
-        f"`python -m benchmarks.deviceless --preset={PRESET.value} --batch={','.join(BATCH.value)}`, jax "
+        f"`python -m benchmarks.deviceless --preset={PRESET.value} "
+        f"--batch={','.join(BATCH.value)}`, jax "
         f"{jax.__version__}, for one {device.device_kind}\n\n"
-        "| batch | loss | state GiB | temporary GiB | attention's kernels | compile s |\n|---|---|---|---|---|---|"
+        "| batch | loss | state GiB | temporary GiB | attention's kernels | compile s "
+        "|\n|---|---|---|---|---|---|"
     )
     for batch in map(int, BATCH.value):
         for name, loss in ("model.cross_entropy", chunked), ("of whole logits", whole):

@@ -1,6 +1,6 @@
-"""The overhead of a call of a jitted training step, compared with handwritten JAX, and of `ft.pmap`, compared with
-`jax.pmap`. The training step has three dense layers, so small that dispatch takes most of the time. `pmap` runs on
-eight emulated devices.
+"""The overhead of a call of a jitted training step, compared with handwritten JAX, and of
+`ft.pmap`, compared with `jax.pmap`. The training step has three dense layers, so small that
+dispatch takes most of the time. `pmap` runs on eight emulated devices.
 
     python -m benchmarks.dispatch
     python -m benchmarks.dispatch pmap

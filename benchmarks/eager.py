@@ -1,4 +1,5 @@
-"""The forward pass of a 24-layer MLP without jit, as in debugging, compared with flax.linen and handwritten JAX.
+"""The forward pass of a 24-layer MLP without jit, as in debugging, compared with flax.linen and
+handwritten JAX.
 
 python -m benchmarks.eager
 """

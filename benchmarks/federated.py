@@ -2,7 +2,8 @@
 
     python -m benchmarks.federated            # 2 clients with 600 images each, batches of 10: 120 steps
 
-The model is the CNN of McMahan et al. (2017) with 1,663,370 parameters. All forms run in one process and alternate.
+The model is the CNN of McMahan et al. (2017) with 1,663,370 parameters. All forms run in one
+process and alternate.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def main():
     print(table(times, unit="ms per step", scale=1e3, bases=["a loop of jitted steps"]))
     fastest = statistics.median(times["fedavg(method='loop')"])
     print(
-        f"\na round of 10 clients with 5 epochs, 3,000 steps: {3000 * fastest:.0f} s with method='loop'"
+        f"\na round of 10 clients with 5 epochs, 3,000 steps: {3000 * fastest:.0f} s with "
+        f"method='loop'"
     )
 
 

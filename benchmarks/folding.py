@@ -1,9 +1,11 @@
-"""Inference with fixed parameters: plain JAX, `ft.tune`, and `ft.fold`, which moves BatchNorm into convolutions.
+"""Inference with fixed parameters: plain JAX, `ft.tune`, and `ft.fold`, which moves BatchNorm into
+convolutions.
 
     python -m benchmarks.folding
     python -m benchmarks.folding resnet50 --batches=1,8
 
-The three forms alternate in one process. The weights are random. A time is the median over the rounds.
+The three forms alternate in one process. The weights are random. A time is the median over the
+rounds.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def main(arguments=None) -> None:
         for batch in map(int, options.batches.split(",")):
             plain, tuned, folded = milliseconds(name, batch, options.size).values()
             print(
-                f"| {name} | {batch} | {plain:.1f} | {tuned:.1f} | {folded:.1f} | {tuned / plain:.2f} | "
+                f"| {name} | {batch} | {plain:.1f} | {tuned:.1f} | {folded:.1f} | "
+                f"{tuned / plain:.2f} | "
                 f"{folded / plain:.2f} |",
                 flush=True,
             )

@@ -1,15 +1,17 @@
-"""Tokens per second of `models.generate` and of transformers' `generate` on PyTorch, with the same random weights.
+"""Tokens per second of `models.generate` and of transformers' `generate` on PyTorch, with the same
+random weights.
 
     python -m benchmarks.generation                      # in .venv-verify, which has PyTorch and transformers
     python -m benchmarks.generation stories15m --rows=1,16 --rounds=5
     python -m benchmarks.generation --size=small --peers=fnet      # a test of the benchmark, without PyTorch
 
-Each library generates 64 tokens greedily for prompts of 32 tokens, in float32. fnet saves the weights in a folder that
-transformers reads. Each library has its own process. In each round, the libraries run one after the other. The first
-call for each shape compiles. Its time is not counted, but its tokens are compared. The time includes the forward pass
-of the prompt. The time of a further token is (time of 64 tokens - time of one token) / 63. Each further token reads all
-parameters once. Therefore, its share of the bandwidth is bytes of parameters / time / rate. The rate is the bytes per
-second that all cores together read from a large array.
+Each library generates 64 tokens greedily for prompts of 32 tokens, in float32. fnet saves the
+weights in a folder that transformers reads. Each library has its own process. In each round, the
+libraries run one after the other. The first call for each shape compiles. Its time is not counted,
+but its tokens are compared. The time includes the forward pass of the prompt. The time of a further
+token is (time of 64 tokens - time of one token) / 63. Each further token reads all parameters once.
+Therefore, its share of the bandwidth is bytes of parameters / time / rate. The rate is the bytes
+per second that all cores together read from a large array.
 """
 
 from __future__ import annotations
@@ -145,7 +147,8 @@ def bandwidth() -> float:
 
 
 def measure(live, name, options):
-    """Prints the table rows of a model: the tokens per second of each peer, and the ratio of fnet to the last peer."""
+    """Prints the table rows of a model: the tokens per second of each peer, and the ratio of fnet
+    to the last peer."""
     fields = SMALL if options.size == "small" else MODELS[name]
     length, new = (4, 8) if options.size == "small" else (32, 64)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,12 @@
-"""Measures fnet on a GPU or TPU in a short session with a device. The most important parts run first.
+"""Measures fnet on a GPU or TPU in a short session with a device. The most important parts run
+first.
 
-    python -m benchmarks.gpu [--minutes=9] [--parts=gpt,attention,...] [--json=gpu.json] [--rehearsal]
+    python -m benchmarks.gpu [--minutes=9] [--parts=gpt,attention,...] [--json=gpu.json]
+    [--rehearsal]
 
-After each part, its table is printed and all figures are written to the JSON file. A part that fails, or that exceeds
-its share of the time, does not affect the others. If PyTorch is installed, it is measured for comparison.
+After each part, its table is printed and all figures are written to the JSON file. A part that
+fails, or that exceeds its share of the time, does not affect the others. If PyTorch is installed,
+it is measured for comparison.
 """
 
 import dataclasses
@@ -36,8 +39,9 @@ REHEARSAL = flags.DEFINE_bool("rehearsal", False, "small sizes, on any device")
 
 
 def filled(shapes, *, vocab=1):
-    """Returns arrays of these shapes. Floating-point arrays contain absolute values of normal random numbers times
-    0.02, which are also valid as squares in an optimizer's state. Integer arrays contain integers below `vocab`."""
+    """Returns arrays of these shapes. Floating-point arrays contain absolute values of normal
+    random numbers times 0.02, which are also valid as squares in an optimizer's state. Integer
+    arrays contain integers below `vocab`."""
     rng = np.random.default_rng(0)
 
     def one(shape):
@@ -49,8 +53,8 @@ def filled(shapes, *, vocab=1):
 
 
 def timed(call, state, *, seconds, most=100):
-    """Returns the median seconds of `state = call(state)`, and the last state. The calls take about `seconds` in total,
-    after a first call that is not counted."""
+    """Returns the median seconds of `state = call(state)`, and the last state. The calls take about
+    `seconds` in total, after a first call that is not counted."""
     state = jax.block_until_ready(call(state))
     durations, end = [], time.perf_counter() + seconds
     while len(durations) < 3 or (time.perf_counter() < end and len(durations) < most):
@@ -61,7 +65,8 @@ def timed(call, state, *, seconds, most=100):
 
 
 def measured(step, donated, args, *, seconds, tuned=False):
-    """Returns the figures of a training step. The first outputs of the step replace its donated arguments."""
+    """Returns the figures of a training step. The first outputs of the step replace its donated
+    arguments."""
     step = jax.jit(step, donate_argnums=donated)
     step = ft.tune(step) if tuned else step
     start = time.perf_counter()
@@ -83,8 +88,8 @@ def measured(step, donated, args, *, seconds, tuned=False):
 
 
 def pytorch(workload, seconds):
-    """Returns {"PyTorch": figures of a training step with torch.compile, autocast and SDPA}, or {} if PyTorch is not
-    installed."""
+    """Returns {"PyTorch": figures of a training step with torch.compile, autocast and SDPA}, or {}
+    if PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return {}
     from benchmarks.peers import _torch
@@ -118,7 +123,8 @@ def pytorch(workload, seconds):
 
 
 def gpt(size, seconds):
-    """GPT-2 in bfloat16: fnet with and without tune, handwritten JAX, and PyTorch with torch.compile."""
+    """GPT-2 in bfloat16: fnet with and without tune, handwritten JAX, and PyTorch with
+    torch.compile."""
     w, platform, rows = size.gpt, _platform(), {}
     peak = hardware.detect().peak("bfloat16")
     useful = 6 * size.parameters * w.batch * w.time + 6 * w.depth * w.batch * w.time**2 * w.width
@@ -139,8 +145,8 @@ def gpt(size, seconds):
 
 
 def attention(size, seconds):
-    """Causal attention: seconds and fraction of the peak, for the forward pass, and for forward and backward pass
-    together."""
+    """Causal attention: seconds and fraction of the peak, for the forward pass, and for forward and
+    backward pass together."""
     w, rows = size.gpt, {}
     shape = jax.ShapeDtypeStruct((w.batch, w.time, w.heads, w.width // w.heads), jnp.bfloat16)
     q = filled(shape)
@@ -224,8 +230,8 @@ def medium(size, seconds):
 
 
 def numerics(size, seconds):
-    """Relative errors on this device: attention and its gradients, and gradients of a small GPT in bfloat16, compared
-    with float32 formulas."""
+    """Relative errors on this device: attention and its gradients, and gradients of a small GPT in
+    bfloat16, compared with float32 formulas."""
     w = size.gpt
     q, k, v = (
         jax.random.normal(key, (2, w.time, w.heads, w.width // w.heads))
@@ -300,7 +306,8 @@ def table(rows):
 
 
 def run(parts, size, *, minutes, path):
-    """Runs the parts one after another until the time is over. Returns the content of the JSON file."""
+    """Runs the parts one after another until the time is over. Returns the content of the JSON
+    file."""
     found = {
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
@@ -330,7 +337,8 @@ def run(parts, size, *, minutes, path):
 
 def main(_):
     print(
-        f"`python -m benchmarks.gpu {' '.join(sys.argv[1:])}`, jax {jax.__version__}, {jax.devices()[0].device_kind}"
+        f"`python -m benchmarks.gpu {' '.join(sys.argv[1:])}`, jax {jax.__version__}, "
+        f"{jax.devices()[0].device_kind}"
     )
     parts = {name: PARTS[name] for name in PARTS_.value or PARTS}
     size = steps.SMALL if REHEARSAL.value else steps.LARGE

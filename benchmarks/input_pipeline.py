@@ -1,15 +1,16 @@
 """How many photos per second a training run can read, and how long ResNet-50 waits for them.
 
     python -m benchmarks.input_pipeline
-    python -m benchmarks.input_pipeline --photos=16 --batch=8 --rounds=1 --peers=fnet --model=resnet18 --size=32
+    python -m benchmarks.input_pipeline --photos=16 --batch=8 --rounds=1 --peers=fnet
+    --model=resnet18 --size=32
 
-The photos are JPEG files of 500 x 375 pixels, made from the two photos of scikit-learn. Each peer decodes a photo with
-Pillow, resizes a random crop of it, flips it at random, and returns batches of float32 arrays. fnet does so in threads,
-in a function of the step that `fit` calls ahead of the step; torch in the processes of a DataLoader. Both use as many
-workers as there are cores.
+The photos are JPEG files of 500 x 375 pixels, made from the two photos of scikit-learn. Each peer
+decodes a photo with Pillow, resizes a random crop of it, flips it at random, and returns batches of
+float32 arrays. fnet does so in threads, in a function of the step that `fit` calls ahead of the
+step; torch in the processes of a DataLoader. Both use as many workers as there are cores.
 
-The last line is the fraction of time that `fit` waited for batches while it trained a ResNet on the same photos, on the
-CPU that also decodes them ("time/data" in metrics.jsonl).
+The last line is the fraction of time that `fit` waited for batches while it trained a ResNet on the
+same photos, on the CPU that also decodes them ("time/data" in metrics.jsonl).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ AHEAD = 2 * CORES  # batches that may be prepared before the clock starts, and a
 
 
 def write_photos(folder: Path, count: int) -> None:
-    """Writes crops of scikit-learn's two photos, each with a different size and position, as JPEG files."""
+    """Writes crops of scikit-learn's two photos, each with a different size and position, as JPEG
+    files."""
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
@@ -54,8 +56,8 @@ def write_photos(folder: Path, count: int) -> None:
 
 
 def read_photo(file: Path, random: np.random.Generator, size: int) -> np.ndarray:
-    """Returns a random crop of a photo, flipped at random: uint8 [size, size, 3]. The crop has 0.08 to 1 of the area,
-    as in Szegedy et al. (2015), Going Deeper with Convolutions."""
+    """Returns a random crop of a photo, flipped at random: uint8 [size, size, 3]. The crop has 0.08
+    to 1 of the area, as in Szegedy et al. (2015), Going Deeper with Convolutions."""
     from PIL import Image
 
     with Image.open(file) as photo:
@@ -82,7 +84,8 @@ def as_floats(images: list[np.ndarray]) -> np.ndarray:
 
 
 class Photos:
-    """`photos(i)` returns the batch of step i, as for `fit`: {"x": float32 [batch, size, size, 3], "y": labels}."""
+    """`photos(i)` returns the batch of step i, as for `fit`: {"x": float32 [batch, size, size, 3],
+    "y": labels}."""
 
     def __init__(self, folder: Path, batch: int, size: int):
         self.files, self.batch, self.size = sorted(folder.glob("*.jpg")), batch, size
@@ -236,7 +239,8 @@ def main(arguments=None) -> None:
         except PeerError as error:
             sys.exit(str(error))
     print(
-        f"\n`fit` of {options.model} with these photos waits for batches {100 * fraction:.2f} % of the time."
+        f"\n`fit` of {options.model} with these photos waits for batches {100 * fraction:.2f} % of "
+        f"the time."
     )
 
 

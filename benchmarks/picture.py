@@ -1,8 +1,10 @@
-"""Draws the picture of the README: the estimates of `parallel.plan` for a GPT on four TPU v5e that are not attached.
+"""Draws the picture of the README: the estimates of `parallel.plan` for a GPT on four TPU v5e that
+are not attached.
 
     python -m benchmarks.picture [--path=docs/_static/plan.png]
 
-Nothing is compiled or measured, so the picture is the same on every machine, and takes a few seconds.
+Nothing is compiled or measured, so the picture is the same on every machine, and takes a few
+seconds.
 """
 
 import matplotlib
@@ -17,8 +19,8 @@ GREY, BLUE, RED = "#b8c0cc", "#2f6fdb", "#c8453b"
 
 
 def draw(plan: parallel.Plan) -> Figure:
-    """Draws bars for each strategy: the memory of each chip with its limit, and the bytes that each chip sends in a
-    step."""
+    """Draws bars for each strategy: the memory of each chip with its limit, and the bytes that each
+    chip sends in a step."""
     rows = plan.candidates[::-1]
     names = [row.strategy for row in rows]
     limit = plan.chip.memory_bytes / 2**30

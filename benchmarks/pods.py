@@ -1,10 +1,12 @@
-"""Plans GPTs for slices of TPUs that are not attached, and compares the estimates with the compiler's values.
+"""Plans GPTs for slices of TPUs that are not attached, and compares the estimates with the
+compiler's values.
 
     python -m pip install libtpu        # 200 MB; no TPU is needed
     python -m benchmarks.pods [--only=124M]
 
-Each plan has its own process. The exit code is 1 if the predicted bytes of state and batch differ from those of the
-compiled program, or if the estimated peak of the selected strategy differs from the compiled peak by more than 25 %.
+Each plan has its own process. The exit code is 1 if the predicted bytes of state and batch differ
+from those of the compiled program, or if the estimated peak of the selected strategy differs from
+the compiled peak by more than 25 %.
 """
 
 import json
@@ -96,14 +98,17 @@ def main(argv):
         found = json.loads(last)
         print(text)
         print(
-            f"\n{name} on {CASES[name][2]}: {found['chosen']}, planned and compiled in {found['seconds']:.0f} s, "
+            f"\n{name} on {CASES[name][2]}: {found['chosen']}, planned and compiled in "
+            f"{found['seconds']:.0f} s, "
             f"{found['gib']:.2f} GiB of memory"
         )
         for strategy, arguments, said, peak, needs in found["compiled"]:
             exact = "exactly" if arguments == said else "not"
             print(
-                f"  {strategy}: {arguments / 2**20:,.1f} MiB of state and batch, {exact} as predicted; peak "
-                f"predicted {peak / 2**20:,.0f} MiB, {peak / needs:.2f} of the compiler's {needs / 2**20:,.0f}"
+                f"  {strategy}: {arguments / 2**20:,.1f} MiB of state and batch, {exact} as "
+                f"predicted; peak "
+                f"predicted {peak / 2**20:,.0f} MiB, {peak / needs:.2f} of the compiler's "
+                f"{needs / 2**20:,.0f}"
             )
             wrong |= arguments != said or (
                 strategy == found["chosen"] and not 0.75 <= peak / needs <= 1.25

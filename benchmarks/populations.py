@@ -1,10 +1,12 @@
-"""The time per member of a population: `search.population` compared with one model alone, vmap and a loop.
+"""The time per member of a population: `search.population` compared with one model alone, vmap and
+a loop.
 
     python -m benchmarks.populations            # 16 members
     python -m benchmarks.populations 4
 
-The methods run in one process and alternate, each for several consecutive steps. A step ends when the metrics of all
-members are computed. A ratio to the fastest method is the median of the ratios in the rounds.
+The methods run in one process and alternate, each for several consecutive steps. A step ends when
+the metrics of all members are computed. A ratio to the fastest method is the median of the ratios
+in the rounds.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ MODELS = {
 
 
 def programs(model, rows, n):
-    """Returns {name: function that runs one step of n members, or of one member, and returns the metrics}, and an
-    explanation of the method that `search.population` selected."""
+    """Returns {name: function that runs one step of n members, or of one member, and returns the
+    metrics}, and an explanation of the method that `search.population` selected."""
     random = np.random.default_rng(0)
     batch = {
         "x": jnp.asarray(random.random((rows, 28, 28, 1), np.float32)),
@@ -103,7 +105,8 @@ def main():
         )
     )
     print(
-        f"| {n} members of | method | step ms | ms per member | to one alone | to the fastest of vmap and loop |"
+        f"| {n} members of | method | step ms | ms per member | to one alone | to the fastest of "
+        f"vmap and loop |"
     )
     print("|---|---|---|---|---|---|")
     for name, (model, rows) in MODELS.items():

@@ -1,5 +1,5 @@
-"""The overhead of autocast: the time to trace the gradient of a 60-layer transformer with and without autocast, and the
-time of a compiled step, compared with the same casts written by hand.
+"""The overhead of autocast: the time to trace the gradient of a 60-layer transformer with and
+without autocast, and the time of a compiled step, compared with the same casts written by hand.
 
     python -m benchmarks.precision            # tracing
     python -m benchmarks.precision step       # a training step of an MLP, float32, autocast, casts by hand

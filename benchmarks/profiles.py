@@ -1,12 +1,14 @@
-"""Compares `introspect.profile` with an ablation: the time of a CNN's training step without each of its layers.
+"""Compares `introspect.profile` with an ablation: the time of a CNN's training step without each of
+its layers.
 
     python -m benchmarks.profiles [--rounds=15] [--batch=32]
 
-In the ablation, a layer is replaced by the mean over the channels, broadcast to the layer's output channels and scaled
-by a parameter. Because of this parameter, the next layer still computes the gradient of its input. Times are processor
-times, because other programs on the machine affect them less. The process uses one core, so that processor time is
-elapsed time. The programs alternate, and the minimum time of each program counts. Two layers have the same rank if
-their times differ by less than the tolerance.
+In the ablation, a layer is replaced by the mean over the channels, broadcast to the layer's output
+channels and scaled by a parameter. Because of this parameter, the next layer still computes the
+gradient of its input. Times are processor times, because other programs on the machine affect them
+less. The process uses one core, so that processor time is elapsed time. The programs alternate, and
+the minimum time of each program counts. Two layers have the same rank if their times differ by less
+than the tolerance.
 """
 
 import itertools
@@ -110,8 +112,10 @@ def main(_):
     ]
     agree = sum((saved[a] > saved[b]) == (measured[a] > measured[b]) for a, b in apart)
     print(
-        f"\n{agree} of {len(apart)} pairs of layers whose ablations differ by more than {TOLERANCE:.0%} have one "
-        f"order; the operations take {report.coverage:.1%} of the step of {1e3 * report.step_seconds:.2f} ms; "
+        f"\n{agree} of {len(apart)} pairs of layers whose ablations differ by more than "
+        f"{TOLERANCE:.0%} have one "
+        f"order; the operations take {report.coverage:.1%} of the step of "
+        f"{1e3 * report.step_seconds:.2f} ms; "
         f"{report.spanning:.1%} of that in fusions of several paths"
     )
 

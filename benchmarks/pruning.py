@@ -1,12 +1,14 @@
-"""Structured pruning: sizes and times of models with half of their channels, and accuracy of a network at four sizes.
+"""Structured pruning: sizes and times of models with half of their channels, and accuracy of a
+network at four sizes.
 
     python -m benchmarks.pruning models                             # parameters, FLOPs and time before and after
     python -m benchmarks.pruning accuracy --prune_plot=digits.png   # accuracy against FLOPs
     python -m benchmarks.pruning accuracy --prune_data=cifar10 --prune_width=16 --prune_steps=4000
 
-The models have random parameters, which determine neither sizes nor times. For the accuracy, a ResNet9 is trained,
-shrunk to each number of FLOPs, and trained further for a quarter of the steps. For comparison, a ResNet9 with half the
-channels is trained for the same total number of steps. Accuracies are means over seeds.
+The models have random parameters, which determine neither sizes nor times. For the accuracy, a
+ResNet9 is trained, shrunk to each number of FLOPs, and trained further for a quarter of the steps.
+For comparison, a ResNet9 with half the channels is trained for the same total number of steps.
+Accuracies are means over seeds.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ MODELS = {
 def halves() -> None:
     """Prints the table of models that `compress.shrink` cuts with `fraction=0.5`."""
     print(
-        "| model | parameters | after | FLOPs | after | time | after | shrink |\n|---|---|---|---|---|---|---|---|"
+        "| model | parameters | after | FLOPs | after | time | after | shrink "
+        "|\n|---|---|---|---|---|---|---|---|"
     )
     for name in NAMES.value or MODELS:
         model, shape = MODELS[name]
@@ -150,7 +153,8 @@ def accuracy(f, params, state, data) -> float:
 
 
 def compare(data, seed: int) -> dict[str, tuple]:
-    """Returns {network: (FLOPs of an image, number of parameters, accuracy before fine-tuning or None, accuracy)}."""
+    """Returns {network: (FLOPs of an image, number of parameters, accuracy before fine-tuning or
+    None, accuracy)}."""
     model, x = (
         models.ResNet9(classes=len(data.classes), width=WIDTH.value),
         _standard(data.train_images[:1]),
@@ -193,11 +197,13 @@ def accuracies() -> None:
     data, began = tr.datasets.load(DATA.value, **split), time.perf_counter()
     runs = [compare(data, seed) for seed in range(SEEDS.value)]
     print(
-        f"{DATA.value}, {STEPS.value} steps of {BATCH} images, {STEPS.value // 4} after pruning by {SCORE.value}, "
+        f"{DATA.value}, {STEPS.value} steps of {BATCH} images, {STEPS.value // 4} after pruning by "
+        f"{SCORE.value}, "
         f"{SEEDS.value} seeds, {time.perf_counter() - began:.0f} s in total\n"
     )
     print(
-        "| network | MFLOP of an image | parameters | accuracy at first | accuracy |\n|---|---|---|---|---|"
+        "| network | MFLOP of an image | parameters | accuracy at first | accuracy "
+        "|\n|---|---|---|---|---|"
     )
     points = []
     for name, (flops, size, before, _) in runs[0].items():

@@ -3,10 +3,11 @@
     python -m benchmarks.quantization_aware
     python -m benchmarks.quantization_aware --qat_steps=1200 --qat_formats=int4
 
-The published weights are fine-tuned on CIFAR-10, enlarged to 64 x 64 pixels. Training then continues for half as many
-steps, once with float32 kernels, and once with rounded kernels (`compress.fake_quantize`). Both results are quantized
-and evaluated, so they differ only in the rounding during training. All convolutions except the first are rounded, with
-a scale for each output channel. With int8, activations are also rounded, with a scale for each image. With int4,
+The published weights are fine-tuned on CIFAR-10, enlarged to 64 x 64 pixels. Training then
+continues for half as many steps, once with float32 kernels, and once with rounded kernels
+(`compress.fake_quantize`). Both results are quantized and evaluated, so they differ only in the
+rounding during training. All convolutions except the first are rounded, with a scale for each
+output channel. With int8, activations are also rounded, with a scale for each image. With int4,
 depthwise convolutions are rounded to int8.
 """
 
@@ -118,7 +119,8 @@ def main(argv):
             )
         )
     print(
-        f"MobileNetV2, CIFAR-10 at {SIZE.value} x {SIZE.value}, {STEPS.value} + {STEPS.value // 2} steps of "
+        f"MobileNetV2, CIFAR-10 at {SIZE.value} x {SIZE.value}, {STEPS.value} + {STEPS.value // 2} "
+        f"steps of "
         f"{BATCH.value} images, one seed, {time.perf_counter() - began:.0f} s\n"
     )
     print(
@@ -126,7 +128,8 @@ def main(argv):
     )
     for name, tree, after, aware in rows:
         print(
-            f"| {name} | {compress.size(tree) / 1e6:.1f} | {after:.2%} | {'' if aware is None else f'{aware:.2%}'} |"
+            f"| {name} | {compress.size(tree) / 1e6:.1f} | {after:.2%} | "
+            f"{'' if aware is None else f'{aware:.2%}'} |"
         )
 
 

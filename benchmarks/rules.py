@@ -1,13 +1,14 @@
-"""Which rules of `ft.tune` make a step faster with the installed XLA: each rule alone, compared with the plain step.
+"""Which rules of `ft.tune` make a step faster with the installed XLA: each rule alone, compared
+with the plain step.
 
     python -m benchmarks.rules gpt cnn mlp
     python -m benchmarks.rules cnn --without          # each rule disabled, compared with all rules
     python -m benchmarks.rules cnn --dtype=mixed      # for convolutions of bfloat16
 
-Each rule is combined with the rule `convolution_kernels`, which sets compiler options, because the other rules were
-written for these options. `convolution_kernels` itself is compared with the plain step. A rule makes a step faster if
-the ratio of times is below 1 in 90 % of the rounds and its median is at least 2 % below 1 (5 % with fewer than nine
-rounds).
+Each rule is combined with the rule `convolution_kernels`, which sets compiler options, because the
+other rules were written for these options. `convolution_kernels` itself is compared with the plain
+step. A rule makes a step faster if the ratio of times is below 1 in 90 % of the rounds and its
+median is at least 2 % below 1 (5 % with fewer than nine rounds).
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def main(arguments=None) -> None:
 
 
 def verdict(on: list[float], off: list[float]) -> str:
-    """Returns a text about the effect of a rule on the time of a step, from the times with and without the rule."""
+    """Returns a text about the effect of a rule on the time of a step, from the times with and
+    without the rule."""
     ratios = sorted(a / b for a, b in zip(on, off))
     median, most = statistics.median(ratios), max(1, len(ratios) * 9 // 10)
     margin = 0.02 if len(ratios) >= 9 else 0.05

@@ -1,13 +1,15 @@
-"""Requests per second and latencies under load: `fnet serve`, FastAPI with onnxruntime, and direct calls.
+"""Requests per second and latencies under load: `fnet serve`, FastAPI with onnxruntime, and direct
+calls.
 
     python -m benchmarks.serving                      # MiniLM embeddings and ResNet-50, 1, 8 and 64 clients
     python -m benchmarks.serving --seconds=5 minilm
 
-Each client sends one row, waits for the response, and sends the next row. A server and its clients are processes on the
-same cores. The servers are measured one after the other. The weights are random, which does not change the time. The
-FastAPI server receives and returns raw bytes, runs onnxruntime in FastAPI's threads, and does not batch. "direct" calls
-the exported bundle in threads of one process. Every response of a server is compared with the result of the bundle.
-This benchmark needs the packages of fnet[bench,serve,onnx].
+Each client sends one row, waits for the response, and sends the next row. A server and its clients
+are processes on the same cores. The servers are measured one after the other. The weights are
+random, which does not change the time. The FastAPI server receives and returns raw bytes, runs
+onnxruntime in FastAPI's threads, and does not batch. "direct" calls the exported bundle in threads
+of one process. Every response of a server is compared with the result of the bundle. This benchmark
+needs the packages of fnet[bench,serve,onnx].
 """
 
 import argparse
@@ -35,7 +37,8 @@ CODES = {"float32": "FP32", "int32": "INT32"}
 
 
 def minilm(path):
-    """Exports MiniLM with mean pooling, for sentences of 32 tokens. Returns the name of the input, and input rows."""
+    """Exports MiniLM with mean pooling, for sentences of 32 tokens. Returns the name of the input,
+    and input rows."""
     model = models.Bert(**models.Bert.PRESETS["minilm-l6"])
     tokens = jnp.zeros((1, TIME), jnp.int32)
     params, _ = model.init(jax.random.key(0), tokens)
@@ -198,8 +201,8 @@ def http(path, body, more=""):
 
 
 async def load(port, requests, want, clients, seconds):
-    """Sends requests from several clients. Returns the seconds of each request, and the seconds of the complete
-    measurement."""
+    """Sends requests from several clients. Returns the seconds of each request, and the seconds of
+    the complete measurement."""
     times, failures = [], []
 
     async def client(i):

@@ -3,10 +3,11 @@
     python -m benchmarks.startup gpt resnet18
     python -m benchmarks.startup mlp --size=small --peers=fnet,jax
 
-For fnet, two processes run `fit` with the same cache of compiled programs, which is empty for the first process. For
-JAX, the same step is handwritten and compiled without a cache. The time begins when the weights and batches exist. One
-column ends when the first step can be executed, which is when its program is compiled or loaded, and the other column
-when the first step has been executed. torch-compile, if PyTorch is installed, also begins with an empty cache.
+For fnet, two processes run `fit` with the same cache of compiled programs, which is empty for the
+first process. For JAX, the same step is handwritten and compiled without a cache. The time begins
+when the weights and batches exist. One column ends when the first step can be executed, which is
+when its program is compiled or loaded, and the other column when the first step has been executed.
+torch-compile, if PyTorch is installed, also begins with an empty cache.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ FIRST, SECOND = "fnet, first start", "fnet, second start"
 
 
 def start(peer: str, workload: str, size: str) -> tuple[float, float]:
-    """Returns the seconds from the creation of the weights to the beginning and to the end of the first step. The
-    beginning is not known for PyTorch."""
+    """Returns the seconds from the creation of the weights to the beginning and to the end of the
+    first step. The beginning is not known for PyTorch."""
     w = spec.workload(workload, size)
     module, how = PEERS[peer]
     run = importlib.import_module(f"benchmarks.peers.{module}").build(
@@ -90,7 +91,8 @@ def measured(peer: str, workload: str, size: str, cache: str) -> tuple[float, fl
 def compared(
     workload: str, size: str, peers: list[str], rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Returns {name of the start: seconds to the beginning and to the end of the first step, in each round}."""
+    """Returns {name of the start: seconds to the beginning and to the end of the first step, in
+    each round}."""
     times: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for peer in peers:
@@ -121,7 +123,8 @@ def main(arguments=None) -> None:
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
     print(header(f"python -m benchmarks.startup {command}", options.rounds, allocator="default"))
     print(
-        "| workload | start | seconds to the beginning of the first step | ratio to fnet's first start | "
+        "| workload | start | seconds to the beginning of the first step | ratio to fnet's first "
+        "start | "
         "seconds to its end | ratio |\n|---|---|---|---|---|---|"
     )
     for workload in options.workloads:

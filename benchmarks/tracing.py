@@ -1,4 +1,5 @@
-"""The time to trace a transformer's training step, by depth: Stack(block, 2), Stack(block, 48), and 48 unrolled blocks.
+"""The time to trace a transformer's training step, by depth: Stack(block, 2), Stack(block, 48), and
+48 unrolled blocks.
 
 python -m benchmarks.tracing
 """

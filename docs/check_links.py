@@ -1,8 +1,9 @@
-"""Checks the links of the built site, without network access: python docs/check_links.py docs/_build/html [--external]
+"""Checks the links of the built site, without network access: python docs/check_links.py
+docs/_build/html [--external]
 
-Every link to a page, an anchor or a file of the site must have a target. External links are checked for their form
-only (https, a host name, no spaces); `--external` lists them with the pages that have them. Scripts, styles and images
-must be part of the site, so that it works offline.
+Every link to a page, an anchor or a file of the site must have a target. External links are checked
+for their form only (https, a host name, no spaces); `--external` lists them with the pages that
+have them. Scripts, styles and images must be part of the site, so that it works offline.
 """
 
 import sys
@@ -85,7 +86,8 @@ def main(argv: list[str]) -> int:
             )
         )
     print(
-        f"{internal:,} internal links checked, {len(external)} external links not opened, {len(set(errors))} errors"
+        f"{internal:,} internal links checked, {len(external)} external links not opened, "
+        f"{len(set(errors))} errors"
     )
     return bool(errors)
 

@@ -14,15 +14,16 @@ FORMATS = {"none": None, "int8": compress.Int8(), "int4": compress.Int4(), "nf4"
 
 
 def adapted(key, params, rank, base):
-    """Returns (trainable, frozen): the low-rank factors of LoRA, and the parameters to which their products are added.
+    """Returns (trainable, frozen): the low-rank factors of LoRA, and the parameters to which their
+    products are added.
 
     Args:
       key: a PRNG key for the initial factors.
       params: the pretrained parameters.
-      rank: the rank of the factors. Each kernel, except the first, the last and depthwise kernels, gets factors. The
-        token embedding also gets factors.
-      base: the format in which the kernels that get factors are stored, one of FORMATS. The token embedding keeps its
-        dtype.
+      rank: the rank of the factors. Each kernel, except the first, the last and depthwise kernels,
+        gets factors. The token embedding also gets factors.
+      base: the format in which the kernels that get factors are stored, one of FORMATS. The token
+        embedding keeps its dtype.
     """
     kernels = inner_kernels(params)
     if FORMATS[base] is not None:
@@ -37,8 +38,9 @@ def adapted(key, params, rank, base):
 
 
 def inner_kernels(params):
-    """Returns {path: number of inputs} of the kernels that get factors. Kernels with an odd number of inputs get no
-    factors: the first kernel of a model for color images has 3 inputs, and kernels of depthwise convolutions have 1."""
+    """Returns {path: number of inputs} of the kernels that get factors. Kernels with an odd number
+    of inputs get no factors: the first kernel of a model for color images has 3 inputs, and kernels
+    of depthwise convolutions have 1."""
     paths = (
         (keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in tree_flatten_with_path(params)[0]

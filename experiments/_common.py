@@ -1,8 +1,10 @@
-"""Code shared by the experiments. This module defines common flags, prints errors in one line, and sets the exit code.
+"""Code shared by the experiments. This module defines common flags, prints errors in one line, and
+sets the exit code.
 
-The exit code is 0 if the run finished, or if a signal stopped it and the state was saved. The exit code is 1 if the
-loss is not finite or an unexpected error occurred. The exit code is 2 if the flags or the files are invalid. The exit
-code is 130 if the script was interrupted when there was nothing to save.
+The exit code is 0 if the run finished, or if a signal stopped it and the state was saved. The exit
+code is 1 if the loss is not finite or an unexpected error occurred. The exit code is 2 if the flags
+or the files are invalid. The exit code is 130 if the script was interrupted when there was nothing
+to save.
 """
 
 import contextlib
@@ -31,8 +33,8 @@ RESIDUALS = ("auto", "float32")
 
 
 def check_temperature(value):
-    """Raises ConfigError unless the temperature is 0 or in [0.001, 1000]. At temperature 0, the most probable token is
-    selected."""
+    """Raises ConfigError unless the temperature is 0 or in [0.001, 1000]. At temperature 0, the
+    most probable token is selected."""
     if value != 0:
         tr.flags.check_within("temperature", value, "[0.001, 1000]" if value >= 0 else "[0, 1000]")
 
@@ -73,15 +75,16 @@ def read_text(path):
 
 
 def needs(*modules):
-    """Raises ModuleNotFoundError if a module is not installed. The experiments call this function at the start for
-    modules that they use at the end."""
+    """Raises ModuleNotFoundError if a module is not installed. The experiments call this function
+    at the start for modules that they use at the end."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"{name} is missing: pip install {name}")
 
 
 def check_memory(init, batch_bytes, advice):
-    """Raises ConfigError if the parameters, optimizer state, gradients and batch exceed the memory of the devices.
+    """Raises ConfigError if the parameters, optimizer state, gradients and batch exceed the memory
+    of the devices.
 
     Args:
       init: a function that takes a PRNG key and returns the initial state. It is traced, not run.
@@ -102,16 +105,19 @@ def check_memory(init, batch_bytes, advice):
     chips = 1 if chip.kind == "cpu" else max(1, jax.device_count() // chip.jax_devices_per_chip)
     if chip.memory_bytes and need > chip.memory_bytes * chips:
         raise tr.ConfigError(
-            f"this run needs at least {need / 2**30:,.0f} GiB of memory for its parameters, optimizer "
+            f"this run needs at least {need / 2**30:,.0f} GiB of memory for its parameters, "
+            f"optimizer "
             f"and batch, and there are {chip.memory_bytes * chips / 2**30:,.0f} GiB: make {advice} "
             "smaller"
         )
 
 
 def median_speed(rows):
-    """Returns the median of the training speeds, in steps per second, that a run has logged in metrics.jsonl.
+    """Returns the median of the training speeds, in steps per second, that a run has logged in
+    metrics.jsonl.
 
-    The result is NaN if the run was too short to log a speed. `rows` is the content of metrics.jsonl.
+    The result is NaN if the run was too short to log a speed. `rows` is the content of
+    metrics.jsonl.
     """
     speeds = [row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row]
     return statistics.median(speeds) if speeds else math.nan
@@ -129,10 +135,11 @@ def check_steps(steps):
 
 
 def weights_notes(path):
-    """Returns a dict for the argument `notes` of `fit`, which stores the dict in each checkpoint of a run.
+    """Returns a dict for the argument `notes` of `fit`, which stores the dict in each checkpoint of
+    a run.
 
-    The returned dict contains the path of the pretrained weights. For weights from the Hugging Face Hub, the returned
-    dict also contains the commit of the weights.
+    The returned dict contains the path of the pretrained weights. For weights from the Hugging Face
+    Hub, the returned dict also contains the commit of the weights.
     """
     from fnet.models import pretrained  # here, because most scripts load no models
 
@@ -145,12 +152,14 @@ def restarting():
 
 
 def start(workdir, *outputs):
-    """Creates the run's folder. With --restart, also removes the files of the old run that `fit` does not remove.
+    """Creates the run's folder. With --restart, also removes the files of the old run that `fit`
+    does not remove.
     The flags and files must have been checked before.
 
     Args:
       workdir: the run's folder.
-      outputs: names of the files that the experiment writes to the folder, and that --restart removes.
+      outputs: names of the files that the experiment writes to the folder, and that --restart
+          removes.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     if restarting():
@@ -161,8 +170,9 @@ def start(workdir, *outputs):
 
 
 def decided(config, *workdirs, restart=False):
-    """Returns the precision policy, and the configuration with the dtype of the policy in place of "auto". A resumed
-    run keeps the dtype with which it was started. With --plan, the policy is that of the chips in the plan."""
+    """Returns the precision policy, and the configuration with the dtype of the policy in place of
+    "auto". A resumed run keeps the dtype with which it was started. With --plan, the policy is that
+    of the chips in the plan."""
     if config.precision != "auto":
         return hw.policy(config.precision), config
     if only_planned():
@@ -193,15 +203,16 @@ def decided(config, *workdirs, restart=False):
 
 
 def with_residual(policy, config):
-    """Returns a copy of `policy` with a bfloat16 residual stream if `config.residual` is "auto" and `policy.compute` is
-    bfloat16. Otherwise returns `policy`."""
+    """Returns a copy of `policy` with a bfloat16 residual stream if `config.residual` is "auto" and
+    `policy.compute` is bfloat16. Otherwise returns `policy`."""
     if config.residual == "auto" and policy.compute.name == "bfloat16":
         return dataclasses.replace(policy, residual=policy.compute)
     return policy
 
 
 def define_run_flags():
-    """Defines the flags of a training run that are not in its configuration. `fit_options` returns them for `fit`."""
+    """Defines the flags of a training run that are not in its configuration. `fit_options` returns
+    them for `fit`."""
     flags.DEFINE_bool("restart", False, "delete an earlier run in --workdir first")
     flags.DEFINE_bool(
         "nojit", False, "run the step without compilation, one operation at a time, for a debugger"
@@ -211,7 +222,8 @@ def define_run_flags():
         "stop",
         ["stop", "skip", "rollback"],
         "what to do if the loss or a parameter "
-        "becomes NaN or infinite: stop the run, skip the update of this step, or roll back to the last "
+        "becomes NaN or infinite: stop the run, skip the update of this step, or roll back to the "
+        "last "
         "checkpoint and continue with later batches",
     )
 
@@ -227,8 +239,8 @@ def fit_options():
 
 
 def define_device_flags():
-    """Defines the flags that select the devices of a run; `plan` converts them to the argument `plan` of
-    `training.fit`."""
+    """Defines the flags that select the devices of a run; `plan` converts them to the argument
+    `plan` of `training.fit`."""
     flags.DEFINE_string(
         "devices",
         "1",
@@ -253,7 +265,8 @@ def no_arguments(argv, example):
 
 
 def begin_comparison(methods, limits):
-    """Checks the flags of a script that compares several --methods, and creates the folder for its table and figure.
+    """Checks the flags of a script that compares several --methods, and creates the folder for its
+    table and figure.
 
     Args:
       methods: the allowed names in --methods.
@@ -277,8 +290,8 @@ def begin_comparison(methods, limits):
 
 
 def begin():
-    """Checks the devices and --devices before anything is computed. With --devices=local, also connects to the other
-    processes of the run.
+    """Checks the devices and --devices before anything is computed. With --devices=local, also
+    connects to the other processes of the run.
 
     Raises:
       ConfigError: --devices is invalid, or JAX finds no device or fewer devices than --devices.
@@ -301,7 +314,8 @@ def begin():
 
 
 def plan(step, init, batch):
-    """Returns the `parallel.plan` for --devices, or None for one device. With --plan, prints the plan and exits."""
+    """Returns the `parallel.plan` for --devices, or None for one device. With --plan, prints the
+    plan and exits."""
     if only_planned():
         print(parallel.plan(step, init, batch, devices=flags.FLAGS.plan))
         sys.exit(0)
@@ -316,8 +330,9 @@ def plan(step, init, batch):
 
 
 def run(main):
-    """Runs the function `main` with `absl.app.run`. If `main` raises an exception, `run` prints an error message and
-    exits with one of the exit codes in the docstring of this module. With --debug, `run` prints the traceback."""
+    """Runs the function `main` with `absl.app.run`. If `main` raises an exception, `run` prints an
+    error message and exits with one of the exit codes in the docstring of this module. With
+    --debug, `run` prints the traceback."""
     flags.DEFINE_bool(
         "debug",
         False,
@@ -332,8 +347,8 @@ def run(main):
 class _Stream:
     """A standard stream that may be closed during the run. The run then continues without output.
 
-    For example, `| head` causes no error, and a long run continues after its terminal was closed. Characters that the
-    stream cannot encode are written as escape sequences.
+    For example, `| head` causes no error, and a long run continues after its terminal was closed.
+    Characters that the stream cannot encode are written as escape sequences.
     """
 
     def __init__(self, stream, number):
@@ -395,9 +410,9 @@ _GIVEN = (
 
 
 def sentence(error):
-    """Returns the first line of the message of an exception, with a hint to --debug if lines are omitted or the error
-    is unexpected. For `CheckpointError`, `Diverged` and `OutOfMemory`, returns all lines of the message, because the
-    further lines can list leaves or arrays."""
+    """Returns the first line of the message of an exception, with a hint to --debug if lines are
+    omitted or the error is unexpected. For `CheckpointError`, `Diverged` and `OutOfMemory`, returns
+    all lines of the message, because the further lines can list leaves or arrays."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
@@ -410,8 +425,8 @@ def sentence(error):
 
 
 def parse_flags(argv):
-    """Parses the flags with absl. For an unknown flag or an invalid value, prints a one-line error and exits with code
-    2."""
+    """Parses the flags with absl. For an unknown flag or an invalid value, prints a one-line error
+    and exits with code 2."""
     try:
         for flag, value in zip(
             argv, [*argv[1:], ""]
@@ -437,7 +452,8 @@ def stop(message, code=2):
 
 @contextlib.contextmanager
 def one_line_errors(*kinds):
-    """Converts exceptions of these types to a one-line error and exit code 2. With --debug, they are raised."""
+    """Converts exceptions of these types to a one-line error and exit code 2. With --debug, they
+    are raised."""
     try:
         yield
     except kinds as error:

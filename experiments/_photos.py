@@ -1,4 +1,5 @@
-"""Reads photos for networks with pretrained weights. Pillow is imported when the first photo is opened."""
+"""Reads photos for networks with pretrained weights. Pillow is imported when the first photo is
+opened."""
 
 import warnings
 from pathlib import Path
@@ -61,13 +62,14 @@ def dataset(folder, image):
     """Reads a folder of photos, with a subfolder for each class, as a `Dataset`.
 
     Args:
-      folder: a folder with the files FOLDER/CLASS/*, or FOLDER/train/CLASS/* and FOLDER/test/CLASS/*. In the first
-        case, every fifth photo of a class, in a fixed random order, belongs to the test set.
+      folder: a folder with the files FOLDER/CLASS/*, or FOLDER/train/CLASS/* and
+        FOLDER/test/CLASS/*. In the first case, every fifth photo of a class, in a fixed random
+        order, belongs to the test set.
       image: the `ImageInput` that crops the photos.
 
     Raises:
-      ValueError: there are fewer than two classes, a class has no photos for training or for testing, or train and test
-        have different classes.
+      ValueError: there are fewer than two classes, a class has no photos for training or for
+        testing, or train and test have different classes.
       OSError: a file is not an image.
     """
     if (folder / "train").is_dir() and (folder / "test").is_dir():
@@ -87,7 +89,8 @@ def dataset(folder, image):
             f"{name} ({len(files)} + {len(test[name])})" for name, files in train.items()
         )
         raise ValueError(
-            f"{folder}: photos are in FOLDER/CLASS/*, in two classes or more, two or more in each; found "
+            f"{folder}: photos are in FOLDER/CLASS/*, in two classes or more, two or more in each; "
+            f"found "
             f"{found or 'no folder'}"
         )
     arrays = []

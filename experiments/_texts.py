@@ -22,8 +22,9 @@ TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 
 
 def network(config):
-    """Returns (model, parameters, tokenizer, names, folder). `folder` contains the file of weights. `names` is the name
-    of a framework, such as "huggingface". The parameters in the file of weights have the names of this framework."""
+    """Returns (model, parameters, tokenizer, names, folder). `folder` contains the file of weights.
+    `names` is the name of a framework, such as "huggingface". The parameters in the file of weights
+    have the names of this framework."""
     path = pretrained.find(config.weights or config.model)
     folder = path if path.is_dir() else path.parent
     model = (
@@ -42,7 +43,8 @@ def network(config):
 
 
 def read(config, tokenizer):
-    """Returns (training tokens, validation tokens): the first nine tenths and the last tenth of a text."""
+    """Returns (training tokens, validation tokens): the first nine tenths and the last tenth of a
+    text."""
     paths = [TEMPEST]
     if config.data_dir:
         folder = common.user_path("data_dir", config.data_dir)
@@ -55,11 +57,12 @@ def read(config, tokenizer):
 
 
 def task(config, model, params):
-    """Returns (trainable, arrays, evaluate): the trainable parameters, the other arrays, and a function.
+    """Returns (trainable, arrays, evaluate): the trainable parameters, the other arrays, and a
+    function.
 
-    `evaluate` converts a function `f` of the model's parameters to a function of `trainable` and `arrays`.
-    `evaluate(f)(trainable, arrays, ...)` combines `trainable` and `arrays` into the parameters `params` of the model,
-    and returns `f(params, ...)`.
+    `evaluate` converts a function `f` of the model's parameters to a function of `trainable` and
+    `arrays`. `evaluate(f)(trainable, arrays, ...)` combines `trainable` and `arrays` into the
+    parameters `params` of the model, and returns `f(params, ...)`.
     """
     if not config.lora:
         return params, {}, lambda f: lambda params, arrays, *inputs: f(params, *inputs)
@@ -75,7 +78,8 @@ def task(config, model, params):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains a model, or resumes an interrupted run. A run that is already complete is only evaluated.
+    """Trains a model, or resumes an interrupted run. A run that is already complete is only
+    evaluated.
 
     Returns:
       {"loss": the lowest validation loss}.
@@ -126,7 +130,8 @@ def train(config, workdir, policy, **fit_options):
         init, 4 * config.batch_size * context * model.width, "--batch_size or --context"
     )
     print(
-        f"{config.model}, {names} names: {total:,} parameters, {trained:,} trained ({100 * trained / total:.2f} %)"
+        f"{config.model}, {names} names: {total:,} parameters, {trained:,} trained "
+        f"({100 * trained / total:.2f} %)"
     )
     if config.lora:
         whole = nn.combine(params, arrays)
@@ -135,7 +140,8 @@ def train(config, workdir, policy, **fit_options):
             f"{compress.size(published) / 1e6:.1f} MB"
         )
     print(
-        f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * context:,} to validate on; {steps} steps of "
+        f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * context:,} to validate "
+        f"on; {steps} steps of "
         f"{config.batch_size} x {context} tokens"
     )
     common.start(workdir, "curves.png")
@@ -167,7 +173,8 @@ def train(config, workdir, policy, **fit_options):
     title = f"{config.model}, {config.mode}: validation loss {loss:.4f}"
     tr.plots.curves(rows, workdir / "curves.png", title=title)
     print(
-        f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}; the best state is that of "
+        f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}; the "
+        f"best state is that of "
         f"step {int(best.step)}"
     )
     print(
@@ -178,11 +185,12 @@ def train(config, workdir, policy, **fit_options):
 
 
 def save(model, params, names, published, folder):
-    """Writes the weights and the tokenizer to `folder`, so that generate.py --weights=FOLDER can read them.
+    """Writes the weights and the tokenizer to `folder`, so that generate.py --weights=FOLDER can
+    read them.
 
     Args:
-      names: the name of a framework, as returned by `network`. The parameters in the written file have the names of
-        this framework.
+      names: the name of a framework, as returned by `network`. The parameters in the written file
+        have the names of this framework.
       published: the folder that contains the pretrained weights and the tokenizer.
     """
     folder.mkdir(exist_ok=True)

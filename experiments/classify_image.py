@@ -1,16 +1,18 @@
-"""Classifies photos with pretrained networks, and prints the five most probable labels of each photo.
+"""Classifies photos with pretrained networks, and prints the five most probable labels of each
+photo.
 
     python experiments/classify_image.py photo.jpg                     # ResNet-50
     python experiments/classify_image.py --model=mobilenet_v2 *.jpg
     python experiments/classify_image.py --weights=google/vit-base-patch16-224 photo.jpg     # any folder or repository
     python experiments/classify_image.py --weights=runs/finetune photo.png                   # weights from finetune.py
 
---weights names a file, a folder or a repository. Without --weights, the program looks for the weights of the model in
-~/.cache/fnet and in Hugging Face's cache. Without --model, the model is described by the config.json of transformers or
-timm in the folder of the weights. The preprocessing of photos is described by preprocessor_config.json or by timm's
-config.json in the folder of the weights. If the folder has neither file, photos are preprocessed as in the publisher's
-evaluation of the pretrained weights. The labels are read from --labels, or else from labels.json or config.json in the
-folder of the weights. If these have no labels, the labels are the 1,000 classes of ImageNet.
+--weights names a file, a folder or a repository. Without --weights, the program looks for the
+weights of the model in ~/.cache/fnet and in Hugging Face's cache. Without --model, the model is
+described by the config.json of transformers or timm in the folder of the weights. The preprocessing
+of photos is described by preprocessor_config.json or by timm's config.json in the folder of the
+weights. If the folder has neither file, photos are preprocessed as in the publisher's evaluation of
+the pretrained weights. The labels are read from --labels, or else from labels.json or config.json
+in the folder of the weights. If these have no labels, the labels are the 1,000 classes of ImageNet.
 """
 
 import dataclasses
@@ -78,7 +80,8 @@ def main(argv):
         )
     )
     print(
-        f"{type(model).__name__} from {path}: {prepare.size} x {prepare.size} pixels, {len(labels)} labels"
+        f"{type(model).__name__} from {path}: {prepare.size} x {prepare.size} pixels, "
+        f"{len(labels)} labels"
     )
     for file, picture in zip(files, pictures):
         x = prepare.normalize(prepare.crop(picture))[None]  # [1, height, width, 3]
@@ -89,8 +92,8 @@ def main(argv):
 
 
 def read(config, path):
-    """Returns (model, params, state, preprocessing, labels) for the weights at `path`, which may be a run of
-    finetune.py."""
+    """Returns (model, params, state, preprocessing, labels) for the weights at `path`, which may be
+    a run of finetune.py."""
     folder, size, preset = path if path.is_dir() else path.parent, config.size, config.model
     described = (folder / "config.json").is_file()
     if described and (folder / "metrics.jsonl").is_file():
@@ -105,7 +108,8 @@ def read(config, path):
             or len(example.shape) != 4
         ):
             raise ValueError(
-                f"{folder} has a {type(model).__name__} without classes of images; expected an image "
+                f"{folder} has a {type(model).__name__} without classes of images; expected an "
+                f"image "
                 "classifier"
             )
         labels = read_labels(config, path, model.classes)
@@ -132,7 +136,8 @@ def configured(argv):
     """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names
+          the flag.
     """
     if not argv[1:]:
         raise tr.ConfigError("no photo given: python experiments/classify_image.py photo.jpg")
@@ -140,14 +145,15 @@ def configured(argv):
 
 
 def checked(config):
-    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each
+    other."""
     tr.flags.check(config)
     return config
 
 
 def read_labels(config, path, classes=None):
-    """Returns the name of each class, from --labels, from the folder of the weights, or from ImageNet. If none of these
-    has names, the names are "class 0", "class 1", ...
+    """Returns the name of each class, from --labels, from the folder of the weights, or from
+    ImageNet. If none of these has names, the names are "class 0", "class 1", ...
 
     Raises:
       ValueError: a file has no labels, or the number of labels differs from the number of classes.
@@ -175,13 +181,15 @@ def read_labels(config, path, classes=None):
         ) from None
     if classes not in (None, len(labels)):
         raise ValueError(
-            f"{file} has {len(labels)} labels, the model has {classes} classes; name others with --labels"
+            f"{file} has {len(labels)} labels, the model has {classes} classes; name others with "
+            f"--labels"
         )
     return labels
 
 
 def _labels(found):
-    """Returns a list of labels. The argument `found` is the content of a JSON file: a list of labels, a dict
+    """Returns a list of labels. The argument `found` is the content of a JSON file: a list of
+    labels, a dict
     {number: label}, or the config.json of transformers or timm."""
     if isinstance(found, dict) and "label_names" in found:
         descriptions = found.get("label_descriptions") or {}

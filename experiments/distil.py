@@ -1,19 +1,20 @@
-"""Trains a small network (the student) to match the probabilities, and optionally the features, of a large network (the
-teacher).
+"""Trains a small network (the student) to match the probabilities, and optionally the features, of
+a large network (the teacher).
 
     python experiments/image_classification.py --workdir=runs/digits             # the teacher
     python experiments/distil.py --teacher=runs/digits --width=4                 # the student
     python experiments/distil.py --teacher=runs/digits --width=4 --weight=0      # the same without the teacher
     python experiments/distil.py --teacher=runs/digits --width=4 --hidden=1 --swa=0.25
 
---teacher is the folder of a run of experiments/image_classification.py. The student has the data set, the augmentation
-and the architecture of this run, but another width. The loss is compress.distillation_loss. --hidden adds a loss for
-the difference between the features before the last layer; a trained matrix projects the student's features to the
-teacher's number of features. --swa averages the weights of the last part of the run, and recomputes the statistics of
-BatchNorm.
+--teacher is the folder of a run of experiments/image_classification.py. The student has the data
+set, the augmentation and the architecture of this run, but another width. The loss is
+compress.distillation_loss. --hidden adds a loss for the difference between the features before the
+last layer; a trained matrix projects the student's features to the teacher's number of features.
+--swa averages the weights of the last part of the run, and recomputes the statistics of BatchNorm.
 
-The run's folder (--workdir, else runs/distil) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints and
-curves.png. The same command resumes an interrupted run; --restart starts again from the first step.
+The run's folder (--workdir, else runs/distil) receives config.json, metrics.jsonl, a TensorBoard
+log, checkpoints and curves.png. The same command resumes an interrupted run; --restart starts again
+from the first step.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ FEATURES = "pool"  # the site of a CNN whose values --hidden compares
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The hyperparameters, which determine the result of a run, and the path of the teacher, which does not."""
+    """The hyperparameters, which determine the result of a run, and the path of the teacher, which
+    does not."""
 
     teacher: str = option(
         "runs/digits", "folder of the teacher's run of image_classification.py", decides=False
@@ -124,11 +126,12 @@ def read_teacher(folder):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains the student, or resumes an interrupted run. A run that is already complete is only evaluated.
+    """Trains the student, or resumes an interrupted run. A run that is already complete is only
+    evaluated.
 
     Returns:
-      The accuracies on the test images: {"accuracy": student, "teacher": teacher, "averaged": student with averaged
-      weights, or None without --swa}.
+      The accuracies on the test images: {"accuracy": student, "teacher": teacher, "averaged":
+      student with averaged weights, or None without --swa}.
     """
     taught, snapshot = read_teacher(common.user_path("teacher", config.teacher))
     data = tr.datasets.load(taught.dataset, taught.data_dir, split=taught.split, announce=print)
@@ -207,7 +210,8 @@ def train(config, workdir, policy, **fit_options):
                 tree["head"]["kernel"].shape[0] for tree in (params["student"], snapshot.params)
             ]
             params["projection"] = jax.random.normal(two, sizes) / math.sqrt(sizes[0])
-        # The teacher is a part of the state, because arrays that a step closes over are constants of its program.
+        # The teacher is a part of the state, because arrays that a step closes over are constants
+        # of its program.
         known = {"params": snapshot.averaged, "state": snapshot.state}
         return tr.TrainState.create(params, tx, state={"student": variables, "teacher": known})
 
@@ -219,10 +223,12 @@ def train(config, workdir, policy, **fit_options):
         for tree in (snapshot.params, state.params["student"])
     )
     print(
-        f"{taught.dataset}: {batches.length} training images, {len(data.test_labels)} test images, {classes} classes"
+        f"{taught.dataset}: {batches.length} training images, {len(data.test_labels)} test images, "
+        f"{classes} classes"
     )
     print(
-        f"teacher: {large:,} parameters; student: {small:,}, {steps} steps of {config.batch_size} images"
+        f"teacher: {large:,} parameters; student: {small:,}, {steps} steps of {config.batch_size} "
+        f"images"
     )
     common.start(workdir, "curves.png")
     every, began = max(math.ceil(steps / 20), 10), time.perf_counter()
@@ -277,7 +283,8 @@ def configured(argv):
     """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names
+          the flag.
     """
     common.no_arguments(argv, "--teacher=runs/digits")
     return checked(tr.flags.read(Config, flags.FLAGS))

@@ -1,12 +1,14 @@
 """Uses MiniLM's sentence embeddings to compare the meanings of sentences.
 
-    python experiments/embed.py "A cat sits on the mat." "The feline rests." "Profits fell by a tenth."
+    python experiments/embed.py "A cat sits on the mat." "The feline rests." "Profits fell by a
+    tenth."
     python experiments/embed.py --file=experiments/data/tempest.txt --top=5 "people who dream"
 
-Without --file, the sentences are compared with each other. With --file, the lines of the file that are most similar to
-each sentence are printed. --weights names the file or folder of the weights. Without --weights, the program looks for
-the weights of the model in ~/.cache/fnet and in Hugging Face's cache. If there are no weights, the error states what to
-download. vocab.txt must be in the folder of the weights.
+Without --file, the sentences are compared with each other. With --file, the lines of the file that
+are most similar to each sentence are printed. --weights names the file or folder of the weights.
+Without --weights, the program looks for the weights of the model in ~/.cache/fnet and in Hugging
+Face's cache. If there are no weights, the error states what to download. vocab.txt must be in the
+folder of the weights.
 """
 
 import dataclasses
@@ -68,8 +70,8 @@ def main(argv):
     encode = jax.jit(ft.autocast(embed, policy))
 
     def vectors(texts):
-        """Returns the embeddings, [texts, width]. A batch has sentences of similar length, so that it has little
-        padding."""
+        """Returns the embeddings, [texts, width]. A batch has sentences of similar length, so that
+        it has little padding."""
         rows = [tokenizer.encode(text, config.max_length) for text in texts]
         order = np.argsort([len(row) for row in rows], kind="stable")
         found = np.zeros((len(rows), model.width), np.float32)
@@ -105,7 +107,8 @@ def configured(argv):
     """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names
+          the flag.
     """
     if not argv[1:]:
         raise tr.ConfigError(
@@ -115,7 +118,8 @@ def configured(argv):
 
 
 def checked(config):
-    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each
+    other."""
     tr.flags.check(config)
     return config
 

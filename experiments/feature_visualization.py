@@ -1,24 +1,27 @@
-"""Draws two kinds of pictures: saliency maps of photos, and images that are optimized to activate a network's channels.
+"""Draws two kinds of pictures: saliency maps of photos, and images that are optimized to activate a
+network's channels.
 
     python experiments/feature_visualization.py photo.jpg                         # saliency maps, and features by layer
     python experiments/feature_visualization.py --layers= photo.jpg other.png     # only saliency maps
     python experiments/feature_visualization.py --layers=stage2/block3 --channels=12 --steps=512
 
-Four saliency maps show which pixels determine the most probable label. The first map is the gradient. The SmoothGrad
-map is the root mean square of the gradients at several noisy copies of the photo. The map of integrated gradients is
-the mean of the gradients along the path from a gray image to the photo, multiplied by the difference between the photo
-and the gray image. The Grad-CAM map shows the important positions in the output of one layer. The flag --cam names this
-layer, or another site of the model (see `fnet.transforms.sites`).
+Four saliency maps show which pixels determine the most probable label. The first map is the
+gradient. The SmoothGrad map is the root mean square of the gradients at several noisy copies of the
+photo. The map of integrated gradients is the mean of the gradients along the path from a gray image
+to the photo, multiplied by the difference between the photo and the gray image. The Grad-CAM map
+shows the important positions in the output of one layer. The flag --cam names this layer, or
+another site of the model (see `fnet.transforms.sites`).
 
-For some channels of each layer, the program optimizes an image with fixed contrast to maximize the mean of the channel.
-The first layers respond to edges and colors, and later layers respond to textures and parts of objects. The channels of
-the last layer, the logits, respond to objects.
+For some channels of each layer, the program optimizes an image with fixed contrast to maximize the
+mean of the channel. The first layers respond to edges and colors, and later layers respond to
+textures and parts of objects. The channels of the last layer, the logits, respond to objects.
 
-The flags --weights and --labels have the same meaning as in classify_image.py. The pictures are written to the folder
---workdir.
+The flags --weights and --labels have the same meaning as in classify_image.py. The pictures are
+written to the folder --workdir.
 
-Simonyan et al., Deep Inside Convolutional Networks, 2013; Smilkov et al., SmoothGrad, 2017; Sundararajan et al.,
-Axiomatic Attribution for Deep Networks, 2017; Selvaraju et al., Grad-CAM, 2017; Olah et al., Feature
+Simonyan et al., Deep Inside Convolutional Networks, 2013; Smilkov et al., SmoothGrad, 2017;
+Sundararajan et al., Axiomatic Attribution for Deep Networks, 2017; Selvaraju et al., Grad-CAM,
+2017; Olah et al., Feature
 Visualization, 2017.
 """
 
@@ -42,7 +45,8 @@ from fnet import transforms as ft
 from fnet.models import pretrained
 
 option = tr.flags.option
-# Colors of natural photos, as three uncorrelated components: the square root of the covariance of ImageNet's pixels.
+# Colors of natural photos, as three uncorrelated components: the square root of the covariance of
+# ImageNet's pixels.
 COLORS = np.array([[0.26, 0.09, 0.02], [0.27, 0.00, -0.05], [0.27, -0.09, 0.03]], np.float32)
 TOGETHER = 8  # images that are optimized at once
 LABELS = (1, 130, 323, 954, 817, 985)  # goldfish, flamingo, monarch, banana, sports car, daisy
@@ -123,7 +127,8 @@ def main(argv):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """A model and its weights. A call maps pixels [batch, height, width, 3] in [0, 1] to logits [batch, labels]."""
+    """A model and its weights. A call maps pixels [batch, height, width, 3] in [0, 1] to logits
+    [batch, labels]."""
 
     model: object
     params: dict
@@ -137,8 +142,8 @@ class Network:
 
     @property
     def weights(self):
-        """The weights, as an argument of the compiled functions. If they were constants, XLA would spend minutes on
-        folding them."""
+        """The weights, as an argument of the compiled functions. If they were constants, XLA would
+        spend minutes on folding them."""
         return self.params, self.state
 
 
@@ -151,7 +156,8 @@ def load(config):
     network = Network(model, params, state, model.NAMES[names].image, labels)
     parameters = sum(x.size for x in jax.tree.leaves(params))
     print(
-        f"{config.model or 'resnet50'}, {names} names, from {path}: {parameters:,} parameters, {len(labels)} labels; "
+        f"{config.model or 'resnet50'}, {names} names, from {path}: {parameters:,} parameters, "
+        f"{len(labels)} labels; "
         f"on {hw.detect().name}"
     )
     return network
@@ -203,8 +209,9 @@ def gradient(network, x, label):
 
 
 def smooth_grad(network, x, label, config):
-    """Computes the root mean square of the gradients at several noisy copies of the image x. Returns an array [height,
-    width] that contains, for each pixel, the maximum of the root mean squares of the three colors."""
+    """Computes the root mean square of the gradients at several noisy copies of the image x.
+    Returns an array [height, width] that contains, for each pixel, the maximum of the root mean
+    squares of the three colors."""
     keys = jax.random.split(jax.random.key(config.seed), config.samples)
     noisy = lambda key: x + config.noise * jax.random.normal(key, x.shape)
     total = sum(jnp.square(slope(network, label)(noisy(key), network.weights)[0]) for key in keys)
@@ -214,10 +221,10 @@ def smooth_grad(network, x, label, config):
 def integrated_gradients(network, x, label, config):
     """Returns (saliency map [height, width], sum of all attributions).
 
-    The attribution of a pixel and color is the mean gradient on the path from a gray image to the image x, multiplied
-    by the difference between x and the gray image. For each pixel, the saliency map contains the magnitude of the sum
-    of the attributions over the three colors. The sum of all attributions approximates the difference between the
-    logit of x and the logit of the gray image.
+    The attribution of a pixel and color is the mean gradient on the path from a gray image to the
+    image x, multiplied by the difference between x and the gray image. For each pixel, the saliency
+    map contains the magnitude of the sum of the attributions over the three colors. The sum of all
+    attributions approximates the difference between the logit of x and the logit of the gray image.
     """
     gray = jnp.full_like(x, 0.5)
     points = (np.arange(config.samples) + 0.5) / config.samples  # midpoints
@@ -229,9 +236,9 @@ def integrated_gradients(network, x, label, config):
 
 
 def grad_cam(network, x, label, site):
-    """Returns the Grad-CAM map of a site, an array [height, width]. Each channel of the site is multiplied by the mean
-    of its cotangents over all positions. The map is the positive part of the sum over the channels, resized to the size
-    of the image x."""
+    """Returns the Grad-CAM map of a site, an array [height, width]. Each channel of the site is
+    multiplied by the mean of its cotangents over all positions. The map is the positive part of the
+    sum over the channels, resized to the size of the image x."""
     logit = lambda weights, x: network(weights, x)[0, label]
     _, seen = jax.jit(ft.capture(logit, site))(network.weights, x)
     _, slopes = jax.jit(ft.capture_cotangents(logit, site))(network.weights, x)
@@ -241,7 +248,8 @@ def grad_cam(network, x, label, site):
 
 
 def shown(values):
-    """Scales the values of a saliency map to [0, 1]. The lowest and the highest hundredth of the values are clipped."""
+    """Scales the values of a saliency map to [0, 1]. The lowest and the highest hundredth of the
+    values are clipped."""
     values = np.asarray(values)
     low, high = np.percentile(values, (1, 99))
     return np.clip((values - low) / max(high - low, 1e-12), 0, 1)
@@ -251,7 +259,8 @@ def shown(values):
 
 
 def features(network, config, site, path):
-    """Draws images optimized for some channels of a site, and prints the time, the FLOPs and the MFU."""
+    """Draws images optimized for some channels of a site, and prints the time, the FLOPs and the
+    MFU."""
     began, processor = time.perf_counter(), time.process_time()
     value = jax.eval_shape(
         ft.capture(network, site),
@@ -299,13 +308,16 @@ def features(network, config, site, path):
     each = seconds / max(1, steps)
     used = hw.mfu(flops, each, chip, "float32") if each else "one step alone was not timed"
     print(
-        f"{site} {list(value.shape[1:])}: {each * 1e3:.1f} ms a step and image of {flops / 1e9:.2f} GFLOP, {used}; "
-        f"{path}; {time.perf_counter() - began:.1f} s, of the processor {time.process_time() - processor:.1f} s"
+        f"{site} {list(value.shape[1:])}: {each * 1e3:.1f} ms a step and image of "
+        f"{flops / 1e9:.2f} GFLOP, {used}; "
+        f"{path}; {time.perf_counter() - began:.1f} s, of the processor "
+        f"{time.process_time() - processor:.1f} s"
     )
 
 
 def responding(network, config, site):
-    """Returns the channels of a site that respond to a random image. Other channels may have a gradient of 0."""
+    """Returns the channels of a site that respond to a random image. Other channels may have a
+    gradient of 0."""
     x = image(start(jax.random.key(config.seed), 1, config.size)[0])[None]
     value = jax.jit(lambda weights, x: ft.capture(network, site)(weights, x)[1][site])(
         network.weights, x
@@ -319,8 +331,8 @@ def optimizer(config):
 
 
 def step(network, config, site, weights, spectra, state, channels, key):
-    """Makes one step of gradient ascent on one image for each channel. Returns (spectra, optimizer state, channel
-    means)."""
+    """Makes one step of gradient ascent on one image for each channel. Returns (spectra, optimizer
+    state, channel means)."""
 
     def objective(spectra):
         keys = jax.random.split(key, len(channels))
@@ -341,17 +353,18 @@ def step(network, config, site, weights, spectra, state, channels, key):
 
 
 def start(key, count, size):
-    """Returns small random spectra, the real and imaginary parts of images in the frequency domain: [count, 2, size,
-    size // 2 + 1, 3]."""
+    """Returns small random spectra, the real and imaginary parts of images in the frequency domain:
+    [count, 2, size, size // 2 + 1, 3]."""
     return 0.1 * jax.random.normal(key, (count, 2, size, size // 2 + 1, 3))
 
 
 def image(spectrum):
     """Converts a spectrum [2, size, size // 2 + 1, 3] to an image [size, size, 3] in [0, 1].
 
-    Each element of the spectrum is divided by its frequency, because the amplitudes of natural photos decrease in the
-    same way. Without the division, the optimized images would contain mostly high-frequency noise. The contrast is
-    fixed. Otherwise, the optimization would mainly increase the contrast, until all pixels are black or white.
+    Each element of the spectrum is divided by its frequency, because the amplitudes of natural
+    photos decrease in the same way. Without the division, the optimized images would contain mostly
+    high-frequency noise. The contrast is fixed. Otherwise, the optimization would mainly increase
+    the contrast, until all pixels are black or white.
     """
     size = spectrum.shape[1]
     rows, columns = jnp.fft.fftfreq(size)[:, None], jnp.fft.rfftfreq(size)[None]
@@ -364,10 +377,11 @@ def image(spectrum):
 
 
 def moved(key, x, jitter):
-    """Returns the image, randomly shifted by up to `jitter` pixels, scaled by 0.7 to 1.2 and rotated by up to 11
-    degrees.
+    """Returns the image, randomly shifted by up to `jitter` pixels, scaled by 0.7 to 1.2 and
+    rotated by up to 11 degrees.
 
-    A pattern that activates a channel only at one position, size and angle is mostly noise that no photo contains.
+    A pattern that activates a channel only at one position, size and angle is mostly noise that no
+    photo contains.
     """
     shift, scale, angle = jax.random.split(key, 3)
     size = x.shape[0]
@@ -386,8 +400,8 @@ def moved(key, x, jitter):
 
 
 def flops_of(network, site, size):
-    """Returns the FLOPs of one forward pass from the pixels of an image to the site, and of the backward pass. Only
-    matrix products and convolutions are counted."""
+    """Returns the FLOPs of one forward pass from the pixels of an image to the site, and of the
+    backward pass. Only matrix products and convolutions are counted."""
     spec = jax.ShapeDtypeStruct((1, size, size, 3), np.float32)
     counted = hw.count(network, network.weights, spec)
     paths = list(counted.scopes)
@@ -400,8 +414,8 @@ def flops_of(network, site, size):
 
 
 def draw(path, title, tiles):
-    """Writes a figure with a title and named tiles. A tile is an image [height, width, 3] or a map [height, width],
-    with values in [0, 1]."""
+    """Writes a figure with a title and named tiles. A tile is an image [height, width, 3] or a map
+    [height, width], with values in [0, 1]."""
     from matplotlib.figure import Figure
 
     columns = min(6, len(tiles))
@@ -425,7 +439,8 @@ def configured(argv):
     """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names
+          the flag.
     """
     config = checked(tr.flags.read(Config, flags.FLAGS))
     if not argv[1:] and not config.layers.strip(", "):
@@ -434,7 +449,8 @@ def configured(argv):
 
 
 def checked(config):
-    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each
+    other."""
     tr.flags.check(config)
     if config.jitter >= config.size:
         raise tr.ConfigError(

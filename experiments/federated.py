@@ -1,5 +1,5 @@
-"""Trains with federated averaging on MNIST, Fashion-MNIST or the data set "digits". The images are divided among the
-clients at random or by label.
+"""Trains with federated averaging on MNIST, Fashion-MNIST or the data set "digits". The images are
+divided among the clients at random or by label.
 
     python experiments/federated.py --split=iid --rounds=25 --learning_rate=0.215
     python experiments/federated.py --split=sorted --rounds=40 --learning_rate=0.05 --also=runs/federated_iid
@@ -8,10 +8,11 @@ clients at random or by label.
     python experiments/federated.py --proximal=0.01                         # FedProx
     python experiments/federated.py --clip=1 --noise=1.1                    # clipped gradients with noise
 
-The defaults are those of McMahan et al. (2017), table 2: 100 clients, of which 10 take part in each round, five local
-epochs, and batches of 10 images. In the sorted split, the images are sorted by label and divided into 200 shards, two
-for each client, so that most clients have images of two digits only. The run's folder receives the files of `fit`, and
-federated.png with the test accuracy by round. The same command resumes an interrupted run.
+The defaults are those of McMahan et al. (2017), table 2: 100 clients, of which 10 take part in each
+round, five local epochs, and batches of 10 images. In the sorted split, the images are sorted by
+label and divided into 200 shards, two for each client, so that most clients have images of two
+digits only. The run's folder receives the files of `fit`, and federated.png with the test accuracy
+by round. The same command resumes an interrupted run.
 """
 
 import dataclasses
@@ -86,14 +87,16 @@ class Config:
     )
     seed: int = option(
         0,
-        "random seed of the weights, the division of the images, the choice of clients and the order "
+        "random seed of the weights, the division of the images, the choice of clients and the "
+        "order "
         "of the images",
         within=tr.flags.SEED,
     )
 
 
 class McMahanCNN(nn.Layer):
-    """Two 5 x 5 convolutions with 32 and 64 channels, and a dense layer of 512 units: 1,663,370 parameters on MNIST."""
+    """Two 5 x 5 convolutions with 32 and 64 channels, and a dense layer of 512 units: 1,663,370
+    parameters on MNIST."""
 
     classes: int = 10
 
@@ -117,7 +120,8 @@ def split(labels, config):
 
 
 def plot(folders, path, title):
-    """Plots the test accuracy of each run against the round. `folders` contains the folders of the runs."""
+    """Plots the test accuracy of each run against the round. `folders` contains the folders of the
+    runs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -183,7 +187,8 @@ def train(config, workdir, others=(), **fit_options):
     params, _ = model.init(jax.random.key(config.seed), scale(data.train_images[:1]))
     state = federated.init(jax.random.key(config.seed), params, server)
     print(
-        f"{config.dataset}, {config.split} split: {config.clients} clients with {parts.sizes.min()} to "
+        f"{config.dataset}, {config.split} split: {config.clients} clients with "
+        f"{parts.sizes.min()} to "
         f"{parts.sizes.max()} images, {sum(p.size for p in jax.tree.leaves(params)):,} parameters"
     )
     test = tr.evaluator(

@@ -1,29 +1,33 @@
-"""Fine-tunes a pretrained network on images or text: a linear probe, all weights, or low-rank adapters (LoRA).
+"""Fine-tunes a pretrained network on images or text: a linear probe, all weights, or low-rank
+adapters (LoRA).
 
     python experiments/finetune.py --model=mobilenet_v2 --dataset=cifar10
     python experiments/finetune.py --model=resnet50 --mode=full --dataset=photos --data_dir=DIR
     python experiments/finetune.py --model=vit_s_16 --lora=8 --base=int4                    # QLoRA
     python experiments/finetune.py --model=stories15m --dataset=text --lora=8 --base=int4   # The Tempest
 
---weights names the file or folder of the weights. Without --weights, the program searches for the weights of the model
---model in ~/.cache/fnet, and then in Hugging Face's cache. If neither contains the weights, the program downloads them
-from the Hugging Face Hub. Checkpoints record the path of the weights and, for weights from the Hugging Face Hub, their
-commit (shown by `fnet report`). For --dataset=photos, there are two possible layouts of the folder DIR. If the photos
-are DIR/CLASS/*, a fifth of the photos of each class forms the test set. If the photos are DIR/train/CLASS/* and
-DIR/test/CLASS/*, the folder DIR/test is the test set. For --dataset=text, the text is DIR/*.txt. DIR is --data_dir;
-without --data_dir, the text is The Tempest.
+--weights names the file or folder of the weights. Without --weights, the program searches for the
+weights of the model --model in ~/.cache/fnet, and then in Hugging Face's cache. If neither contains
+the weights, the program downloads them from the Hugging Face Hub. Checkpoints record the path of
+the weights and, for weights from the Hugging Face Hub, their commit (shown by `fnet report`). For
+--dataset=photos, there are two possible layouts of the folder DIR. If the photos are DIR/CLASS/*, a
+fifth of the photos of each class forms the test set. If the photos are DIR/train/CLASS/* and
+DIR/test/CLASS/*, the folder DIR/test is the test set. For --dataset=text, the text is DIR/*.txt.
+DIR is --data_dir; without --data_dir, the text is The Tempest.
 
-With --mode=linear, the features of every image are computed once, and a new last layer is trained on the features. With
---mode=full, all weights are trained; for images, the last layer is new. With --mode=lora, low-rank changes of the
-kernels are trained. For images, a new last layer is also trained. The pretrained kernels are frozen, and stored in the
-format --base. --lora=RANK is the rank of the changes. If --mode is not given, --lora=RANK selects --mode=lora.
+With --mode=linear, the features of every image are computed once, and a new last layer is trained
+on the features. With --mode=full, all weights are trained; for images, the last layer is new. With
+--mode=lora, low-rank changes of the kernels are trained. For images, a new last layer is also
+trained. The pretrained kernels are frozen, and stored in the format --base. --lora=RANK is the rank
+of the changes. If --mode is not given, --lora=RANK selects --mode=lora.
 
-The run's folder (--workdir, else runs/finetune) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints,
-and curves.png. For images, it also receives confusion.png, labels.json, and model.safetensors with the names of the
-original weights. experiments/classify_image.py --weights=runs/finetune reads these files. For a text, the best weights
-are in runs/finetune/merged, and experiments/generate.py --weights=runs/finetune/merged reads them. With --mode=lora,
-the low-rank factors are in runs/finetune/adapter, in PEFT's format. The same command resumes an interrupted run;
---restart starts again from the first step.
+The run's folder (--workdir, else runs/finetune) receives config.json, metrics.jsonl, a TensorBoard
+log, checkpoints, and curves.png. For images, it also receives confusion.png, labels.json, and
+model.safetensors with the names of the original weights. experiments/classify_image.py
+--weights=runs/finetune reads these files. For a text, the best weights are in runs/finetune/merged,
+and experiments/generate.py --weights=runs/finetune/merged reads them. With --mode=lora, the
+low-rank factors are in runs/finetune/adapter, in PEFT's format. The same command resumes an
+interrupted run; --restart starts again from the first step.
 """
 
 import dataclasses
@@ -54,7 +58,8 @@ option = tr.flags.option
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The hyperparameters, which determine the result of a run, and the paths data_dir and weights, which do not."""
+    """The hyperparameters, which determine the result of a run, and the paths data_dir and weights,
+    which do not."""
 
     mode: str = option(
         "linear",
@@ -180,8 +185,9 @@ AUGMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A pretrained network. `names` is the framework that defines the array names in the file of the weights, `image`
-    describes the preprocessing of the images, and `path` is the path of the weights."""
+    """A pretrained network. `names` is the framework that defines the array names in the file of
+    the weights, `image` describes the preprocessing of the images, and `path` is the path of the
+    weights."""
 
     model: models.Model
     params: dict
@@ -191,7 +197,8 @@ class Network:
     path: Path
 
     def prepare(self, images):
-        """Resizes and normalizes images, float32 [batch, height, width, 1 or 3] from 0 to 255, for the network."""
+        """Resizes and normalizes images, float32 [batch, height, width, 1 or 3] from 0 to 255, for
+        the network."""
         size = self.image.size
         images = jnp.broadcast_to(images, (*images.shape[:3], 3))
         return self.image.normalize(
@@ -213,8 +220,9 @@ def network(config):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains a model, or resumes an interrupted run. A run that is already complete is only evaluated. After the
-    training, the weights are written first, so that no later error can lose them.
+    """Trains a model, or resumes an interrupted run. A run that is already complete is only
+    evaluated. After the training, the weights are written first, so that no later error can lose
+    them.
 
     Returns:
       For images, a dict with the results of the last state on the test set.
@@ -230,7 +238,8 @@ def train(config, workdir, policy, **fit_options):
     size = held.image.size
     print(f"{config.model}, {held.names} names: {count:,} parameters, images of {size} x {size}")
     print(
-        f"{config.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} test images, "
+        f"{config.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} test "
+        f"images, "
         f"{classes} classes"
     )
     make = {"linear": probe, "full": everything, "lora": low_rank}[config.mode]
@@ -330,7 +339,8 @@ def train(config, workdir, policy, **fit_options):
         workdir, ft.autocast(forward, policy), state, test_set, data, min(config.batch_size, 64)
     )
     print(
-        f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png, "
+        f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, "
+        f"confusion.png, "
         "model.safetensors, labels.json" + (", adapter" if config.mode == "lora" else "")
     )
     print(f"show the run: fnet report {workdir}")
@@ -348,8 +358,8 @@ def in_batches(f, x, size):
 
 
 def save_predictions(workdir, forward, state, test_set, data, size):
-    """Writes a file for `fnet report`. The file contains the confusion matrix, and the wrong predictions with the
-    highest probabilities. Large images are subsampled."""
+    """Writes a file for `fnet report`. The file contains the confusion matrix, and the wrong
+    predictions with the highest probabilities. Large images are subsampled."""
     run = jax.jit(
         lambda x: jax.nn.softmax(
             forward(state.averaged, state.state, x, None)[0].astype(jnp.float32)
@@ -366,9 +376,9 @@ def save_predictions(workdir, forward, state, test_set, data, size):
 
 
 def probe(config, policy, held, model, data):
-    """Returns (inputs, params, state, forward) for --mode=linear. `inputs` contains the features of the training images
-    and of the test images. `params` and `forward` are the parameters and the function of a new dense layer, which has
-    no state."""
+    """Returns (inputs, params, state, forward) for --mode=linear. `inputs` contains the features of
+    the training images and of the test images. `params` and `forward` are the parameters and the
+    function of a new dense layer, which has no state."""
 
     @jax.jit
     def features(params, state, images):
@@ -383,7 +393,8 @@ def probe(config, policy, held, model, data):
         for images in (data.train_images, data.test_images)
     ]
     print(
-        f"features: {inputs[0].shape[1]} of each image, {len(inputs[0]) + len(inputs[1])} images in "
+        f"features: {inputs[0].shape[1]} of each image, {len(inputs[0]) + len(inputs[1])} images "
+        f"in "
         f"{tr.duration(time.perf_counter() - began)}"
     )
     head = nn.Dense(model.classes)
@@ -397,8 +408,9 @@ def probe(config, policy, held, model, data):
 
 
 def everything(config, policy, held, model, data):
-    """Returns (inputs, params, state, forward) for --mode=full. `inputs` contains the training images and the test
-    images. `params`, `state` and `forward` are those of the whole network with a new last layer."""
+    """Returns (inputs, params, state, forward) for --mode=full. `inputs` contains the training
+    images and the test images. `params`, `state` and `forward` are those of the whole network with
+    a new last layer."""
     fresh, _ = nn.Dense(model.classes).init(
         jax.random.key(config.seed), held.params["head"]["kernel"].T[:1]
     )
@@ -416,9 +428,10 @@ def everything(config, policy, held, model, data):
 
 
 def low_rank(config, policy, held, model, data):
-    """Returns (inputs, params, state, forward) for --mode=lora. `inputs` contains the training images and the test
-    images. `params` contains the low-rank factors and a new last layer. `state` contains the frozen parameters and the
-    state of the network. `forward` is the function of the whole network."""
+    """Returns (inputs, params, state, forward) for --mode=lora. `inputs` contains the training
+    images and the test images. `params` contains the low-rank factors and a new last layer. `state`
+    contains the frozen parameters and the state of the network. `forward` is the function of the
+    whole network."""
     inputs, params, state, forward = everything(config, policy, held, model, data)
     trainable, frozen = adapters.adapted(
         jax.random.key(config.seed), params, config.lora, config.base
@@ -453,7 +466,8 @@ def configured(argv):
     """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names
+          the flag.
     """
     common.no_arguments(argv, "--dataset=digits")
     given = flags.FLAGS
@@ -464,11 +478,13 @@ def configured(argv):
 
 
 def checked(config):
-    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each
+    other."""
     tr.flags.check(config)
     if (config.mode == "lora") != bool(config.lora):
         raise tr.ConfigError(
-            f"--mode={config.mode} --lora={config.lora}: --mode=lora needs a rank, such as --lora=8, "
+            f"--mode={config.mode} --lora={config.lora}: --mode=lora needs a rank, such as "
+            f"--lora=8, "
             "and a rank needs --mode=lora"
         )
     if config.base != "none" and not config.lora:

@@ -8,10 +8,10 @@
     python experiments/generate.py --weights=HuggingFaceTB/SmolLM2-135M-Instruct --chat    # a conversation
     python experiments/generate.py --weights=FOLDER --beams=4 --max_tokens=40 "The answer"   # the most probable text
 
---weights names a file, a folder or a repository. Without --weights, the program looks for the weights of the model in
-~/.cache/fnet and in Hugging Face's cache. If there are no weights, the error states what to download. The tokenizer is
-read from the folder of the weights: tokenizer.bin (llama2.c), characters.json, or tokenizer.json (pip install
-tokenizers).
+--weights names a file, a folder or a repository. Without --weights, the program looks for the
+weights of the model in ~/.cache/fnet and in Hugging Face's cache. If there are no weights, the
+error states what to download. The tokenizer is read from the folder of the weights: tokenizer.bin
+(llama2.c), characters.json, or tokenizer.json (pip install tokenizers).
 """
 
 import dataclasses
@@ -88,7 +88,8 @@ class Config:
     samples: int = option(1, "number of texts to generate for each prompt", within="[1, 4096]")
     beams: int = option(
         0,
-        "number of texts that beam search keeps for each prompt; 0: sampling instead of beam search",
+        "number of texts that beam search keeps for each prompt; 0: sampling instead of beam "
+        "search",
         within="[0, 1024]",
     )
     length_penalty: float = option(
@@ -171,7 +172,8 @@ def main(argv):
             print(f"({'score' if config.beams else 'log-probability'} {score:.4f})")
     count = int(out.lengths.sum())
     print(
-        f"\n{count} tokens in {took:.2f} s, {count / took:.0f} tokens/s (compiling included: {first:.1f} s)"
+        f"\n{count} tokens in {took:.2f} s, {count / took:.0f} tokens/s (compiling included: "
+        f"{first:.1f} s)"
     )
 
 
@@ -193,7 +195,8 @@ def stops(config):
 
 
 def ended(tokenizer, start, tokens, stop):
-    """Returns the text of the prompt and of the generated tokens, up to the first stop string after the prompt."""
+    """Returns the text of the prompt and of the generated tokens, up to the first stop string after
+    the prompt."""
     text, begin = tokenizer.decode([*start, *tokens]), len(tokenizer.decode(start))
     return text[
         : min(
@@ -205,13 +208,14 @@ def ended(tokenizer, start, tokens, stop):
 def describe(config, model, params):
     print(
         f"{config.model if not config.weights else config.weights}: {type(model).__name__}, "
-        f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {config.precision}, {hw.detect().name}"
+        f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {config.precision}, "
+        f"{hw.detect().name}"
     )
 
 
 def converse(config, model, params, tokenizer, prompts):
-    """Holds one conversation, in which the model answers each prompt. If `prompts` is empty, the model answers each
-    nonempty line of standard input."""
+    """Holds one conversation, in which the model answers each prompt. If `prompts` is empty, the
+    model answers each nonempty line of standard input."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
             "--chat needs a folder with a chat template (chat_template.jinja, or chat_template in "
@@ -256,8 +260,8 @@ def lines():
 
 
 def read(config, folder, path):
-    """Returns (the model, its tokenizer) for a preset, a run of language_model.py, or another folder with a
-    config.json. In the last case, the model is None."""
+    """Returns (the model, its tokenizer) for a preset, a run of language_model.py, or another
+    folder with a config.json. In the last case, the model is None."""
     run = None
     if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
         run = tr.load_config(language_model.Config, folder / "config.json")
@@ -288,9 +292,10 @@ def fitting(tokenizer, model, fits):
 
 
 def begin(tokenizer):
-    """Returns the tokens with which a text without a prompt begins. By default, the result is the encoding of an empty
-    text. If the encoding of an empty text has no tokens, the result is the first token in `tokenizer.stop`, which
-    contains the tokens that end a text. If `tokenizer.stop` is also empty, the result is the encoding of a line
+    """Returns the tokens with which a text without a prompt begins. By default, the result is the
+    encoding of an empty text. If the encoding of an empty text has no tokens, the result is the
+    first token in `tokenizer.stop`, which contains the tokens that end a text. If `tokenizer.stop`
+    is also empty, the result is the encoding of a line
     break."""
     empty = tokenizer.encode("")
     return empty if len(empty) else np.array(tokenizer.stop[:1] or tokenizer.encode("\n"), np.int32)
@@ -304,13 +309,15 @@ def configured(argv):
     """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names
+          the flag.
     """
     return checked(tr.flags.read(Config, flags.FLAGS))
 
 
 def checked(config):
-    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each
+    other."""
     tr.flags.check(config)
     common.check_temperature(config.temperature)
     if config.beams and config.samples > 1:

@@ -1,13 +1,15 @@
-"""Compares random search, successive halving and population-based training with the same budget, over several seeds.
+"""Compares random search, successive halving and population-based training with the same budget,
+over several seeds.
 
     python experiments/hyperparameters.py                                   # digits
     python experiments/hyperparameters.py --dataset=fashion_mnist --examples=10000 --seeds=2
 
-Each method trains MLPs with dropout. The optimizer is SGD with momentum. The hyperparameters to optimize are the
-learning rate, the weight decay, the dropout rate and the label smoothing. The budget is the total number of steps of
-all members: --members x --steps. Random search and population-based training run --members members to the end. Halving
-starts with more members, and drops two thirds of them at the end of each rung. The member with the best accuracy on a
-validation set is selected; its accuracy on the test set is reported. --workdir receives results.csv and
+Each method trains MLPs with dropout. The optimizer is SGD with momentum. The hyperparameters to
+optimize are the learning rate, the weight decay, the dropout rate and the label smoothing. The
+budget is the total number of steps of all members: --members x --steps. Random search and
+population-based training run --members members to the end. Halving starts with more members, and
+drops two thirds of them at the end of each rung. The member with the best accuracy on a validation
+set is selected; its accuracy on the test set is reported. --workdir receives results.csv and
 hyperparameters.png.
 """
 
@@ -45,8 +47,8 @@ class Network(nn.Layer):
 
 
 class Problem:
-    """A population of networks for one data set: the functions init_n and step_n, the batches, and the scores of the
-    members."""
+    """A population of networks for one data set: the functions init_n and step_n, the batches, and
+    the scores of the members."""
 
     def __init__(self, data, seed, *, width, batch_size, examples, method):
         flat = lambda images: images.reshape(len(images), -1).astype(np.float32) / 255
@@ -91,8 +93,8 @@ class Problem:
         return (logits.argmax(-1) == y[None]).mean(1), losses.mean(1)
 
     def score(self, state):
-        """Returns the score of each member: the validation accuracy minus a small term. The term increases with the
-        validation loss, and orders members of equal accuracy."""
+        """Returns the score of each member: the validation accuracy minus a small term. The term
+        increases with the validation loss, and orders members of equal accuracy."""
         accuracies, losses = self._measured(state.members, *self.validation)
         return accuracies - losses / (1 + losses) / (2 * len(self.validation[1]))
 
@@ -108,8 +110,9 @@ class Problem:
 
 
 def run(method, problem, seed, *, members, steps, generations):
-    """Runs one method, and returns (validation accuracy, test accuracy, steps). The accuracies are those of the
-    selected member. The third value is the total number of training steps of all members."""
+    """Runs one method, and returns (validation accuracy, test accuracy, steps). The accuracies are
+    those of the selected member. The third value is the total number of training steps of all
+    members."""
     key, fit = jax.random.key(seed), {"steps": steps, "log_every": steps}
     if method in ("random", "sobol"):
         points = (
@@ -167,7 +170,8 @@ def compared(name, results):
         return ""
     gains = np.array([a[1] - b[1] for a, b in zip(results[name], results["random"])])
     return (
-        f"; to random search {gains.mean():+.4f} ± {gains.std():.4f}, better {(gains > 0).sum()}, equal "
+        f"; to random search {gains.mean():+.4f} ± {gains.std():.4f}, better {(gains > 0).sum()}, "
+        f"equal "
         f"{(gains == 0).sum()}, worse {(gains < 0).sum()}"
     )
 
@@ -262,14 +266,16 @@ def main(argv):
                 )
             )
             print(
-                f"seed {seed}, {name}: validation {results[name][-1][0]:.4f}, test {results[name][-1][1]:.4f}, "
+                f"seed {seed}, {name}: validation {results[name][-1][0]:.4f}, test "
+                f"{results[name][-1][1]:.4f}, "
                 f"{results[name][-1][2]:,} steps",
                 flush=True,
             )
     for name, values in results.items():
         test = [each[1] for each in values]
         print(
-            f"{name:8} validation {np.mean([each[0] for each in values]):.4f}, test accuracy {np.mean(test):.4f} "
+            f"{name:8} validation {np.mean([each[0] for each in values]):.4f}, test accuracy "
+            f"{np.mean(test):.4f} "
             f"± {np.std(test):.4f} over {len(test)} seeds" + compared(name, results)
         )
     with open(workdir / "results.csv", "w", newline="") as file:

@@ -7,13 +7,15 @@
     python experiments/image_classification.py --devices=local                  # all attached devices
     python experiments/image_classification.py --plan=v5e:2x4 --batch_size=512  # prints a plan and exits
 
-The run's folder (--workdir, else runs/DATASET) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints,
-curves.png, confusion.png, and predictions for `fnet report`. The same command resumes an interrupted run. If the run is
-already complete, the command evaluates the last checkpoint. --restart starts again from the first step.
+The run's folder (--workdir, else runs/DATASET) receives config.json, metrics.jsonl, a TensorBoard
+log, checkpoints, curves.png, confusion.png, and predictions for `fnet report`. The same command
+resumes an interrupted run. If the run is already complete, the command evaluates the last
+checkpoint. --restart starts again from the first step.
 
-The data set digits has no official test set. The test set is a fixed, stratified random fifth of the images. A second
-network is trained on the first 80 % of the file and tested on the last 20 %. This conventional split is harder, because
-other writers wrote the last 20 %. --nolast20 omits the second network.
+The data set digits has no official test set. The test set is a fixed, stratified random fifth of
+the images. A second network is trained on the first 80 % of the file and tested on the last 20 %.
+This conventional split is harder, because other writers wrote the last 20 %. --nolast20 omits the
+second network.
 """
 
 import dataclasses
@@ -39,7 +41,8 @@ AUGMENTATIONS = ("none", "shift", "affine", "flip", "flip_crop", "flip_crop_cuto
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The hyperparameters, which determine the result of a run, and the path data_dir, which does not."""
+    """The hyperparameters, which determine the result of a run, and the path data_dir, which does
+    not."""
 
     dataset: str = option(
         "digits",
@@ -178,8 +181,8 @@ def make_model(config, classes, size):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains a model, or resumes an interrupted run. A run that is already complete is only evaluated. Returns the
-    results of the evaluation of the last state."""
+    """Trains a model, or resumes an interrupted run. A run that is already complete is only
+    evaluated. Returns the results of the evaluation of the last state."""
     data = tr.datasets.load(config.dataset, config.data_dir, split=config.split, announce=print)
     classes, (height, width, channels) = len(data.classes), data.train_images.shape[1:]
     train_set = {"image": data.train_images, "label": data.train_labels}
@@ -254,7 +257,8 @@ def train(config, workdir, policy, **fit_options):
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     split = f" ({config.split} split)" if config.dataset == "digits" else ""
     print(
-        f"{config.dataset}{split}: {batches.length} training images, {len(data.test_labels)} test images, "
+        f"{config.dataset}{split}: {batches.length} training images, {len(data.test_labels)} test "
+        f"images, "
         f"{height} x {width} x {channels}, {classes} classes"
     )
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} images")
@@ -311,7 +315,8 @@ def train(config, workdir, policy, **fit_options):
         )
         common.save_summary(workdir, model, example)
     print(
-        f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png"
+        f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, "
+        f"confusion.png"
     )
     print(f"export the model: fnet export {workdir} --to=bundle,onnx")
     print(f"show the run: fnet report {workdir}")
@@ -352,18 +357,21 @@ def configured(argv):
     """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names
+          the flag.
     """
     common.no_arguments(argv, "--dataset=digits")
     return checked(tr.flags.read(Config, flags.FLAGS, PRESETS, by="dataset"))
 
 
 def checked(config):
-    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each
+    other."""
     tr.flags.check(config)
     if config.split != "random" and config.dataset != "digits":
         raise tr.ConfigError(
-            f"--split={config.split}: it is for --dataset=digits, {config.dataset} has a fixed split"
+            f"--split={config.split}: it is for --dataset=digits, {config.dataset} has a fixed "
+            f"split"
         )
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
     return config

@@ -1,4 +1,5 @@
-"""Trains a language model (a GPT, a Decoder or an LSTM) on characters, bytes or tokens, and generates text with it.
+"""Trains a language model (a GPT, a Decoder or an LSTM) on characters, bytes or tokens, and
+generates text with it.
 
     python experiments/language_model.py                              # The Tempest, minutes on two CPU cores
     python experiments/language_model.py --preset=10m --data_dir=DIR  # 10 million parameters, for an accelerator
@@ -6,14 +7,15 @@
     python experiments/language_model.py --preset=124m --devices=local ...           # all attached devices
     python experiments/language_model.py --preset=124m --plan=v5e:4x4 --width=768    # prints a plan and exits
 
-With --data_dir=DIR, the text is DIR/input.txt or, if this file does not exist, all files DIR/*.txt. Without --data_dir,
-the text is The Tempest (experiments/data/tempest.txt). With --tokens=bin, the tokens are read from DIR/train.bin and
-DIR/val.bin, 16-bit tokens in the format of nanoGPT's scripts.
+With --data_dir=DIR, the text is DIR/input.txt or, if this file does not exist, all files DIR/*.txt.
+Without --data_dir, the text is The Tempest (experiments/data/tempest.txt). With --tokens=bin, the
+tokens are read from DIR/train.bin and DIR/val.bin, 16-bit tokens in the format of nanoGPT's
+scripts.
 
-The run's folder (--workdir, else runs/language_model) receives config.json, metrics.jsonl, a TensorBoard log,
-checkpoints, curves.png, sample.txt, and model.safetensors with the trained weights and their vocabulary.
-experiments/generate.py --weights=runs/language_model reads these files. The same command resumes an interrupted run;
---restart starts again from the first step.
+The run's folder (--workdir, else runs/language_model) receives config.json, metrics.jsonl, a
+TensorBoard log, checkpoints, curves.png, sample.txt, and model.safetensors with the trained weights
+and their vocabulary. experiments/generate.py --weights=runs/language_model reads these files. The
+same command resumes an interrupted run; --restart starts again from the first step.
 """
 
 import dataclasses
@@ -39,7 +41,8 @@ TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The hyperparameters, which determine the result of a run, and the path data_dir, which does not."""
+    """The hyperparameters, which determine the result of a run, and the path data_dir, which does
+    not."""
 
     preset: str = option(
         "small",
@@ -170,7 +173,8 @@ def read(config):
     tokenizer = models.ByteTokenizer() if config.tokens == "byte" else models.CharTokenizer(text)
     if tokenizer.vocab_size > 65536:
         raise ValueError(
-            f"the text has {tokenizer.vocab_size:,} different characters, at most 65,536 are supported: "
+            f"the text has {tokenizer.vocab_size:,} different characters, at most 65,536 are "
+            f"supported: "
             "use --tokens=byte"
         )
     tokens = tokenizer.encode(text).astype(np.uint16 if tokenizer.vocab_size > 256 else np.uint8)
@@ -179,7 +183,8 @@ def read(config):
 
 
 def check_vocabulary(tokenizer, workdir):
-    """Raises ConfigError if the folder contains weights for a vocabulary other than that of the text."""
+    """Raises ConfigError if the folder contains weights for a vocabulary other than that of the
+    text."""
     path = workdir / "characters.json"
     if common.restarting() or not path.exists():
         return
@@ -188,14 +193,16 @@ def check_vocabulary(tokenizer, workdir):
         or models.CharTokenizer.read(path).characters != tokenizer.characters
     ):
         raise tr.ConfigError(
-            f"{workdir} holds a run on a text with other characters (characters.json): use that text, "
+            f"{workdir} holds a run on a text with other characters (characters.json): use that "
+            f"text, "
             "choose another --workdir, or --restart"
         )
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains a model, or resumes an interrupted run. A run that is already complete is only evaluated. After the
-    training, the weights are written first, so that no later error can lose them.
+    """Trains a model, or resumes an interrupted run. A run that is already complete is only
+    evaluated. After the training, the weights are written first, so that no later error can lose
+    them.
 
     Returns:
       (the model, its parameters, its tokenizer, the validation loss).
@@ -254,7 +261,8 @@ def train(config, workdir, policy, **fit_options):
     held_out = tr.stretches(test_tokens, config.context)[:2000]
     if held_out.max() >= vocab_size:
         raise ValueError(
-            f"the validation text holds the token {held_out.max()}, outside a vocabulary of {vocab_size}: "
+            f"the validation text holds the token {held_out.max()}, outside a vocabulary of "
+            f"{vocab_size}: "
             "set --vocab_size"
         )
     evaluate = {
@@ -279,11 +287,13 @@ def train(config, workdir, policy, **fit_options):
     state = (plan.init if plan else init)(jax.random.key(config.seed))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     print(
-        f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * config.context:,} to validate on, "
+        f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * config.context:,} to "
+        f"validate on, "
         f"{vocab_size} different"
     )
     print(
-        f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} x {config.context} tokens"
+        f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} x "
+        f"{config.context} tokens"
     )
 
     every = max(math.ceil(steps / 20), 10)
@@ -327,7 +337,8 @@ def train(config, workdir, policy, **fit_options):
     rows = tr.read_metrics(workdir)
     speed = common.median_speed(rows)
     print(
-        f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, {speed:.1f} steps/s, "
+        f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, "
+        f"{speed:.1f} steps/s, "
         f"{speed * config.batch_size * config.context:.0f} tokens/s"
     )
     last = [row["validation/loss"] for row in rows if "validation/loss" in row][-1]
@@ -381,7 +392,8 @@ def configured(argv):
     """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names
+          the flag.
     """
     common.no_arguments(argv, "--preset=small")
     common.check_temperature(flags.FLAGS.temperature)
@@ -389,7 +401,8 @@ def configured(argv):
 
 
 def checked(config):
-    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each
+    other."""
     tr.flags.check(config)
     if config.width % config.heads:
         raise tr.ConfigError(
@@ -428,7 +441,8 @@ def main(argv):
     print(text)
     weights = ", model.safetensors" if (workdir / "model.safetensors").exists() else ""
     print(
-        f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, sample.txt{weights}"
+        f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, "
+        f"sample.txt{weights}"
     )
     print(f"export the model: fnet export {workdir} --to=bundle,onnx")
     print(f"validation loss {loss:.4f}")

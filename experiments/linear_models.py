@@ -1,9 +1,11 @@
-"""First trains linear models with three losses. Then trains networks with zero, one and two hidden layers.
+"""First trains linear models with three losses. Then trains networks with zero, one and two hidden
+layers.
 
     python experiments/linear_models.py --workdir=runs/linear_models
 
-Training searches for the parameters with the smallest empirical risk, the average loss plus regularization. A model
-computes a score s(x) for each example x. The label y of an example is -1 or +1. The empirical risk is
+Training searches for the parameters with the smallest empirical risk, the average loss plus
+regularization. A model computes a score s(x) for each example x. The label y of an example is -1 or
++1. The empirical risk is
 
     risk = mean over examples of loss(s(x), y) + l2 / 2 · (sum of squared weights)
 
@@ -13,12 +15,13 @@ For a linear score s(x) = x @ kernel + bias, three well-known models differ only
     logistic regression     log      log(1 + exp(-y s))     optax.sigmoid_binary_cross_entropy
     linear SVM              hinge    max(0, 1 - y s)        optax.hinge_loss
 
-The first half of the program fits these three models to 80 % of a data set of tumors: 569 examples with 30 features
-(Wolberg, Street and Mangasarian, 1995). The other 20 % are the test set. The program compares linear regression with
-the solution in closed form, and the other two models with the solutions of scikit-learn. The second half of the program
-minimizes the log loss of networks with zero, one and two hidden layers. The training data of these networks are the
-points of two spirals, which no line can separate. The program writes a figure of the decision regions of these networks
-to --workdir.
+The first half of the program fits these three models to 80 % of a data set of tumors: 569 examples
+with 30 features (Wolberg, Street and Mangasarian, 1995). The other 20 % are the test set. The
+program compares linear regression with the solution in closed form, and the other two models with
+the solutions of scikit-learn. The second half of the program minimizes the log loss of networks
+with zero, one and two hidden layers. The training data of these networks are the points of two
+spirals, which no line can separate. The program writes a figure of the decision regions of these
+networks to --workdir.
 """
 
 import _common as common
@@ -45,8 +48,8 @@ LOSSES = {
 
 
 def network(*widths):
-    """Returns a network with one output, the score, and with hidden layers of the given widths. Without hidden layers,
-    the network is a linear model."""
+    """Returns a network with one output, the score, and with hidden layers of the given widths.
+    Without hidden layers, the network is a linear model."""
     hidden = [layer for width in widths for layer in (nn.Dense(width), jax.nn.tanh)]
     return nn.Sequential(*hidden, head=nn.Dense(1))
 
@@ -63,8 +66,8 @@ def empirical_risk(model, loss, x, y, l2):
 
 
 def minimise(risk, params, optimizer, steps):
-    """Minimizes the risk with an Optax optimizer, on all examples in each step. Returns (params, the risk before each
-    step)."""
+    """Minimizes the risk with an Optax optimizer, on all examples in each step. Returns (params,
+    the risk before each step)."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     def step(carry, _):
@@ -88,7 +91,8 @@ def accuracy(model, params, x, y):
 
 
 def tumours():
-    """Returns scikit-learn's breast cancer data, standardized: (x, y) for training and (x, y) for testing."""
+    """Returns scikit-learn's breast cancer data, standardized: (x, y) for training and (x, y) for
+    testing."""
     import sklearn.datasets
     from sklearn.model_selection import train_test_split
 
@@ -113,7 +117,8 @@ def fit_linear(name, x, y, l2):
 
 
 def least_squares(x, y, l2):
-    """Solves linear regression in closed form, by setting the gradient of the risk to zero. Returns (kernel, bias)."""
+    """Solves linear regression in closed form, by setting the gradient of the risk to zero. Returns
+    (kernel, bias)."""
     centred = x - x.mean(axis=0)
     gram = 2 / len(x) * centred.T @ centred + l2 * np.eye(x.shape[1])
     kernel = np.linalg.solve(gram, 2 / len(x) * centred.T @ y)
@@ -121,8 +126,8 @@ def least_squares(x, y, l2):
 
 
 def solved_otherwise(name, x, y, l2):
-    """Computes the parameters of the linear model `name` in closed form or with scikit-learn, instead of Optax. Returns
-    (name of the method, params)."""
+    """Computes the parameters of the linear model `name` in closed form or with scikit-learn,
+    instead of Optax. Returns (name of the method, params)."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.svm import SVC
 
@@ -144,7 +149,8 @@ def solved_otherwise(name, x, y, l2):
 
 
 def apart(params, theirs):
-    """Returns the largest difference between the weights of two linear models, relative to the largest weight."""
+    """Returns the largest difference between the weights of two linear models, relative to the
+    largest weight."""
     ours, theirs = params["head"]["kernel"], theirs["head"]["kernel"]
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
@@ -180,8 +186,8 @@ def spirals(n, noise, seed):
 
 
 def compare_depths(width, steps, noise, seed):
-    """Prints the accuracies. Returns [(title, function from points to scores)], and the training points with their
-    labels."""
+    """Prints the accuracies. Returns [(title, function from points to scores)], and the training
+    points with their labels."""
     (x, y), (test_x, test_y) = spirals(400, noise, seed), spirals(2000, noise, seed + 1)
     print(f"\nhidden layers of {width} tanh units: two spirals, {len(x)} and {len(test_x)} points")
     print("                         risk    train     test")
@@ -200,8 +206,8 @@ def compare_depths(width, steps, noise, seed):
 
 
 def draw(panels, points, path):
-    """Draws one panel for each model. A panel shows the probability of the label +1 at each point of the plane, the
-    decision boundary, and the training points."""
+    """Draws one panel for each model. A panel shows the probability of the label +1 at each point
+    of the plane, the decision boundary, and the training points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -279,7 +285,8 @@ def main(argv):
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         common.stop(
-            f"--workdir={options.workdir} cannot be created ({error.strerror}): choose another folder"
+            f"--workdir={options.workdir} cannot be created ({error.strerror}): choose another "
+            f"folder"
         )
     compare_losses(options.l2)
     panels, points = compare_depths(options.width, options.steps, options.noise, options.seed)

@@ -1,4 +1,5 @@
-"""Compares SVRG with SGD, Lookahead and SAM on logistic regression, and plots how fast each method converges.
+"""Compares SVRG with SGD, Lookahead and SAM on logistic regression, and plots how fast each method
+converges.
 
     python experiments/svrg.py --workdir=runs/svrg
     python experiments/svrg.py --optimizer=momentum --learning_rate=0.1
@@ -6,13 +7,15 @@
 
     risk(w) = mean of log(1 + exp(-y x·w)) + l2 / 2 |w|²
 
-With a constant step size, SGD does not reach the optimum: the variance of its gradients determines how close it comes.
-SVRG (Johnson and Zhang 2013) reduces this variance, and converges linearly to the optimum. The data are 569 tumors with
-30 features (Wolberg, Street and Mangasarian 1995), standardized, in float64. The optimum is computed by Newton's
-method. The plot shows the gap (the risk minus the risk of the optimum) against the number of passes over the data. The
-number of passes is the number of gradients of single examples, divided by the number of examples in the data. For each
-example of a batch, SVRG computes two gradients. For each new anchor, SVRG computes the gradients of all examples in the
-data, which is one pass. The script writes gaps.csv and svrg.png to the folder --workdir.
+With a constant step size, SGD does not reach the optimum: the variance of its gradients determines
+how close it comes. SVRG (Johnson and Zhang 2013) reduces this variance, and converges linearly to
+the optimum. The data are 569 tumors with 30 features (Wolberg, Street and Mangasarian 1995),
+standardized, in float64. The optimum is computed by Newton's method. The plot shows the gap (the
+risk minus the risk of the optimum) against the number of passes over the data. The number of passes
+is the number of gradients of single examples, divided by the number of examples in the data. For
+each example of a batch, SVRG computes two gradients. For each new anchor, SVRG computes the
+gradients of all examples in the data, which is one pass. The script writes gaps.csv and svrg.png to
+the folder --workdir.
 """
 
 import csv
@@ -52,8 +55,8 @@ def optimum(x, y, l2):
 
 
 def train(method, optimizer, x, y, l2, *, batch_size, passes, seed, refresh=2):
-    """Returns (passes, gaps): the number of passes over the data so far, and the risk minus its minimum. The arrays
-    have one element for each pass, or for SVRG one element for each anchor.
+    """Returns (passes, gaps): the number of passes over the data so far, and the risk minus its
+    minimum. The arrays have one element for each pass, or for SVRG one element for each anchor.
 
     Args:
       method: one of METHODS.
@@ -105,8 +108,8 @@ def train(method, optimizer, x, y, l2, *, batch_size, passes, seed, refresh=2):
 
 
 def rate(used, gaps):
-    """Returns the factor by which the gap changes in each pass, fitted to the gaps above 1e-13 (larger than rounding
-    errors)."""
+    """Returns the factor by which the gap changes in each pass, fitted to the gaps above 1e-13
+    (larger than rounding errors)."""
     keep = gaps > 1e-13
     return float(np.exp(np.polyfit(used[keep], np.log(gaps[keep]), 1)[0]))
 

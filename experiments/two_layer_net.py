@@ -1,4 +1,5 @@
-"""One two-layer network, written in three versions: by hand, with `grad`, and with layers and Optax.
+"""One two-layer network, written in three versions: by hand, with `grad`, and with layers and
+Optax.
 
     python experiments/two_layer_net.py
 
@@ -8,8 +9,9 @@ The network classifies scans of handwritten digits:
     logits = hidden @ w2 + b2                            w2 [width, 10],   b2 [10]
     loss   = mean over the batch of  -log softmax(logits)[label]
 
-All three versions start from the same weights and use the same batches. After every step, the script compares the
-versions. It stops if a loss differs by more than 1e-5, or a parameter array by a relative error of more than 1e-5.
+All three versions start from the same weights and use the same batches. After every step, the
+script compares the versions. It stops if a loss differs by more than 1e-5, or a parameter array by
+a relative error of more than 1e-5.
 """
 
 import sys
@@ -61,15 +63,16 @@ def step_by_hand(params, x, labels, rate):
 
 @ft.custom_vjp
 def sigmoid(x):
-    """Computes 1 / (1 + exp(-x)), with full relative precision of the value and the derivative for every x.
+    """Computes 1 / (1 + exp(-x)), with full relative precision of the value and the derivative for
+    every x.
 
     Both formulas use e = exp(-|x|), which cannot overflow:
 
         sigmoid(x)  = 1 / (1 + e)  for x >= 0,  e / (1 + e)  for x < 0
         sigmoid'(x) = e / (1 + e)²
 
-    The usual formula for the derivative is sigmoid(x) * (1 - sigmoid(x)). In float32, the result of this formula is
-    zero for x >= 17, because sigmoid(x) rounds to one.
+    The usual formula for the derivative is sigmoid(x) * (1 - sigmoid(x)). In float32, the result of
+    this formula is zero for x >= 17, because sigmoid(x) rounds to one.
     """
     e = jnp.exp(-jnp.abs(x))
     return jnp.where(x >= 0, 1, e) / (1 + e)
@@ -131,7 +134,8 @@ def difference(a, b):
 
 
 def train(data, *, steps, batch_size, width, rate, seed, print_every):
-    """Trains all three versions and returns {version: params}. Exits with an error if the versions differ."""
+    """Trains all three versions and returns {version: params}. Exits with an error if the versions
+    differ."""
     images, labels = flat(data.train_images), data.train_labels
     model, optimizer = two_layer_net(width), optax.sgd(rate)
     params, _ = model.init(jax.random.key(seed), images[:1])
@@ -172,8 +176,9 @@ def accuracy(params, data):
 
 
 def show_sigmoids():
-    """Prints the derivatives of three functions at points from -1000 to 1000: the plain formula of the sigmoid,
-    `jax.nn.sigmoid`, and the function `sigmoid` of this file. Also prints the exact derivative of the sigmoid."""
+    """Prints the derivatives of three functions at points from -1000 to 1000: the plain formula of
+    the sigmoid, `jax.nn.sigmoid`, and the function `sigmoid` of this file. Also prints the exact
+    derivative of the sigmoid."""
     plain = lambda x: 1 / (1 + jnp.exp(-x))
     print("derivative of the sigmoid in float32")
     print("     x        plain   jax.nn.sigmoid   custom_vjp        exact")

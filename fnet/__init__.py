@@ -1,9 +1,10 @@
 """fnet: neural networks as pure functions on JAX.
 
-A model is a function of a plain parameter tree (`fnet.layers`). `fnet.transforms` contains function transformations for
-models, such as the conversion to mixed precision. `fnet.hardware` describes chips and selects the dtypes that suit each
-chip. The packages `fnet.compress`, `fnet.export`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`,
-`fnet.search` and `fnet.training` are imported on first use.
+A model is a function of a plain parameter tree (`fnet.layers`). `fnet.transforms` contains function
+transformations for models, such as the conversion to mixed precision. `fnet.hardware` describes
+chips and selects the dtypes that suit each chip. The packages `fnet.compress`, `fnet.export`,
+`fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`, `fnet.search` and `fnet.training`
+are imported on first use.
 """
 
 import importlib

@@ -1,4 +1,5 @@
-"""`fnet bundle show | check | renew FILE`: describes, checks and renews bundles (files that `fnet.export` writes)."""
+"""`fnet bundle show | check | renew FILE`: describes, checks and renews bundles (files that
+`fnet.export` writes)."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         export.renew(args.file, args.output)
         bundle = export.load(args.output or args.file)
         print(
-            f"{args.output or args.file}: renewed; JAX guarantees to read it until {bundle.read_until}"
+            f"{args.output or args.file}: renewed; JAX guarantees to read it until "
+            f"{bundle.read_until}"
         )
         return 0
     bundle = export.load(args.file)
@@ -89,7 +91,8 @@ def _show(bundle: Any) -> None:
     days = (datetime.date.fromisoformat(bundle.read_until) - datetime.date.today()).days
     if days < 0:
         print(
-            f"JAX's guarantee to read it ended on {bundle.read_until}: run fnet bundle renew {bundle.path}"
+            f"JAX's guarantee to read it ended on {bundle.read_until}: run fnet bundle renew "
+            f"{bundle.path}"
         )
     else:
         print(f"JAX guarantees to read it until {bundle.read_until} ({days} days)")

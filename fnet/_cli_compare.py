@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def training(name: str, rows: int | None = None) -> tuple:
-    """Returns (step, init, batch, images) for a published configuration of a model. `images` is whether the model
-    classifies images.
+    """Returns (step, init, batch, images) for a published configuration of a model. `images` is
+    whether the model classifies images.
 
     Raises:
         ValueError: no image classifier or language model has a configuration of this name.

@@ -117,7 +117,8 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _standard(mean: list[float], std: list[float]) -> Any:
-    """Returns a function that scales images with values from 0 to 255 and standardizes their channels."""
+    """Returns a function that scales images with values from 0 to 255 and standardizes their
+    channels."""
 
     def preprocess(params, image):
         import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""`fnet plan module:function`: plans a training step for several devices, which need not be attached."""
+"""`fnet plan module:function`: plans a training step for several devices, which need not be
+attached."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def found(name: str) -> tuple:
-    """Imports the function with the name `module:function`, calls it, and returns its result, (step, init, batch)."""
+    """Imports the function with the name `module:function`, calls it, and returns its result,
+    (step, init, batch)."""
     where, _, function = name.rpartition(":")
     if not where or not function:
         raise ValueError(f"{name!r}: expected module:function or file.py:function")

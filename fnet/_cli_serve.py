@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if not options.loopback and options.token is None:
         print(
-            f"fnet serve: all clients that reach {options.host} can use the models; set a token with --token-file",
+            f"fnet serve: all clients that reach {options.host} can use the models; set a token "
+            f"with --token-file",
             file=sys.stderr,
         )
     serve.run(

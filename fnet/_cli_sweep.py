@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def separate(argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Splits a command line at --. Returns the arguments before --, which are those of `fnet sweep`, and the arguments
-    after --, which are the flags of the script."""
+    """Splits a command line at --. Returns the arguments before --, which are those of `fnet
+    sweep`, and the arguments after --, which are the flags of the script."""
     if "sweep" not in argv or "--" not in argv:
         return argv, []
     at = list(argv).index("--")

@@ -59,8 +59,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command of `fnet` and returns its exit code.
 
-    The exit code is 0 for success, 2 for an invalid argument, an unreadable file or a missing device, and 1 for other
-    errors. Errors are printed to standard error in one line, or as a traceback with --debug.
+    The exit code is 0 for success, 2 for an invalid argument, an unreadable file or a missing
+    device, and 1 for other errors. Errors are printed to standard error in one line, or as a
+    traceback with --debug.
     """
     parser = _Parser(prog="fnet", description="fnet: neural networks as pure functions on JAX.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -191,7 +192,8 @@ def _devices(measure: bool) -> int:
             )
         _facts(console, facts)
     console.print(
-        f"jax {jax.__version__}, {jax.process_count()} process(es), default backend {jax.default_backend()}",
+        f"jax {jax.__version__}, {jax.process_count()} process(es), default backend "
+        f"{jax.default_backend()}",
         highlight=False,
     )
     return 0
@@ -235,7 +237,8 @@ def _catalog() -> int:
         )
     _table(console, ("system", "chips", "type", "TFLOP/s", "quoted"), systems)
     console.print(
-        "fnet chips NAME shows one: computed and published peaks, prices, FLOP per dollar, power, sources",
+        "fnet chips NAME shows one: computed and published peaks, prices, FLOP per dollar, power, "
+        "sources",
         highlight=False,
         markup=False,
     )
@@ -313,8 +316,8 @@ def _row(name: str) -> int:
 
 
 def _comparison(item: Any) -> list[tuple[str, str]]:
-    """Returns rows (dtype, text). The text of a row states the formula, the computed peak and the published peaks of a
-    chip, and why the peaks differ."""
+    """Returns rows (dtype, text). The text of a row states the formula, the computed peak and the
+    published peaks of a chip, and why the peaks differ."""
     from fnet import hardware as hw
 
     formulas = {(c.dtype, c.formula): c.flops for c in hw.computed(item)}
@@ -336,7 +339,8 @@ def _comparison(item: Any) -> list[tuple[str, str]]:
 
 
 def _figures(chip: Chip) -> list[tuple[str, str]]:
-    """Returns the peak rates, memory and links of a chip as text, and whether each number is measured or published."""
+    """Returns the peak rates, memory and links of a chip as text, and whether each number is
+    measured or published."""
     rows = [
         (
             f"peak {name}",
@@ -391,7 +395,8 @@ def _console() -> Any:
 
 
 class _Plain:
-    """A stream that removes the spaces at the ends of lines, and writes the text to standard output. `_console`
+    """A stream that removes the spaces at the ends of lines, and writes the text to standard
+    output. `_console`
     uses this stream if standard output is not a terminal."""
 
     def write(self, text: str) -> None:

@@ -69,7 +69,8 @@ class Browser:
     """A browser with one page.
 
     Attributes:
-        problems: messages of the console and exceptions. requests: the addresses that the page asked for.
+        problems: messages of the console and exceptions. requests: the addresses that the page
+            asked for.
     """
 
     def __init__(self, read, write):
@@ -166,7 +167,8 @@ class Browser:
     def click(self, element):
         """Clicks in the middle of what a JavaScript expression names."""
         x, y = self.js(
-            f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center', behavior: 'instant'}}); "
+            f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center', behavior: "
+            f"'instant'}}); "
             "const r = e.getBoundingClientRect(); "
             "return [r.x + r.width / 2, r.y + Math.min(r.height / 2, 14)]; })()"
         )

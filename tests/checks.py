@@ -1,4 +1,5 @@
-"""Shared by several tests: measures of equality, counts of calls, leaked tracers, and the quick cases of tables."""
+"""Shared by several tests: measures of equality, counts of calls, leaked tracers, and the quick
+cases of tables."""
 
 import contextlib
 import functools
@@ -10,7 +11,8 @@ import pytest
 
 
 def close(got, want, tolerance=1e-5):
-    """Same structure, shapes and dtypes, and max|a - b| / max|b| within the tolerance for every leaf."""
+    """Same structure, shapes and dtypes, and max|a - b| / max|b| within the tolerance for every
+    leaf."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want)):
         name = jax.tree_util.keystr(path)
@@ -32,7 +34,8 @@ def same(got, want):
 
 
 def sampled(table, quick):
-    """The names of a table for `parametrize`: those in `quick` run in `make test`, all in `make test-all`."""
+    """The names of a table for `parametrize`: those in `quick` run in `make test`, all in `make
+    test-all`."""
     assert {*quick} <= {*table}, {*quick} - {*table}
     return [
         name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive)
@@ -42,7 +45,8 @@ def sampled(table, quick):
 
 @contextlib.contextmanager
 def checking_leaks():
-    """`jax.checking_leaks()`, which collects garbage after each trace: here only among what is created inside."""
+    """`jax.checking_leaks()`, which collects garbage after each trace: here only among what is
+    created inside."""
     gc.collect()
     gc.freeze()
     try:

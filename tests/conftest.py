@@ -15,8 +15,9 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-# Three quarters of the tests' time would be spent on compiling small programs that run once. These options compile them
-# two to eight times as fast. `make test-isa` runs the numerical tests with the compiler's default options instead.
+# Three quarters of the tests' time would be spent on compiling small programs that run once. These
+# options compile them two to eight times as fast. `make test-isa` runs the numerical tests with the
+# compiler's default options instead.
 if os.environ.setdefault("FNET_TEST_COMPILER", "fast") == "fast":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
@@ -28,15 +29,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a hub other than its own
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # no test depends on what others have compiled
 os.environ.setdefault("FNET_PROBE", "0")  # no test waits for, or depends on, what this CPU measures
 
-# Rewriting the assertions of all test modules takes 7 s in each process of pytest, and compiling fnet 0.4 s in each
-# process that a test starts, so the bytecode is kept, also where the environment disables it.
+# Rewriting the assertions of all test modules takes 7 s in each process of pytest, and compiling
+# fnet 0.4 s in each process that a test starts, so the bytecode is kept, also where the environment
+# disables it.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # With Python's default of 700 new objects, garbage collection takes another 5 % of the time.
 gc.set_threshold(20_000, 10, 10)
 
 
-# A run in the background may have inherited that these are ignored, which the processes of tests would inherit too.
+# A run in the background may have inherited that these are ignored, which the processes of tests
+# would inherit too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -64,7 +67,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the cases of `@pytest.mark.quick_cases(n)` as exhaustive, except for n that are drawn with a fixed seed.
+    """Marks the cases of `@pytest.mark.quick_cases(n)` as exhaustive, except for n that are drawn
+    with a fixed seed.
 
     Rejects test names with an address: pytest-xdist needs the same names in each process.
     """

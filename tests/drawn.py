@@ -1,4 +1,5 @@
-"""Weights drawn from their keys alone: a reference script and a test make the same numbers, and no file holds them."""
+"""Weights drawn from their keys alone: a reference script and a test make the same numbers, and no
+file holds them."""
 
 import zlib
 

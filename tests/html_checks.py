@@ -34,7 +34,8 @@ class Page(HTMLParser):
 
 
 def check_page(text):
-    """Raises unless a page is well formed, loads nothing, and has one script, which its policy allows by its hash."""
+    """Raises unless a page is well formed, loads nothing, and has one script, which its policy
+    allows by its hash."""
     page = Page(text)
     assert [attrs.get("type") for _, attrs in page.scripts] == ["application/json", None]
     assert "default-src 'none'" in text and "script-src 'sha256-" in text

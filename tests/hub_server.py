@@ -1,4 +1,5 @@
-"""A server on 127.0.0.1 with the part of Hugging Face's hub that downloads use: model info, and files with ranges."""
+"""A server on 127.0.0.1 with the part of Hugging Face's hub that downloads use: model info, and
+files with ranges."""
 
 import hashlib
 import http.server
@@ -13,8 +14,9 @@ LARGE = 1 << 10  # files of this size are in LFS: the hub knows their SHA-256
 class Hub:
     """Repositories {name: {commit: {file: bytes}}}, with branches {(name, branch): commit}.
 
-    `requests` lists (method, path, Range header). `faults` is a list of (path suffix, what): the next GET of such a
-    path is cut in half ("cut"), has a changed byte ("flip"), or is answered with a status (403).
+    `requests` lists (method, path, Range header). `faults` is a list of (path suffix, what): the
+    next GET of such a path is cut in half ("cut"), has a changed byte ("flip"), or is answered with
+    a status (403).
     """
 
     def __init__(self):

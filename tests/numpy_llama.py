@@ -1,4 +1,5 @@
-"""llama2.c's model.bin run in NumPy, one token at a time: written from the format and the paper, without fnet."""
+"""llama2.c's model.bin run in NumPy, one token at a time: written from the format and the paper,
+without fnet."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The table of functions that precision is tested on: fnet's models, and strangers that know nothing of fnet.
+"""The table of functions that precision is tested on: fnet's models, and strangers that know
+nothing of fnet.
 
 Each case makes a scalar loss of a parameter tree.
 """
@@ -24,13 +25,14 @@ from fnet import layers as nn
 class Case(NamedTuple):
     """`make() -> (loss, params, inputs)`, with `loss(params, *inputs)` a scalar.
 
-    `bfloat16` and `float16` bound the relative error of gradients. `leaf_by_leaf` is False where they hold for the
-    gradient as one vector alone: an activation that rounding carries over relu's kink, or past its neighbor in a max
-    pool, moves its gradient by the whole of it, whatever the precision, and BatchNorm puts many near the kink.
-    `forward` is False where JAX has no forward mode for the function (custom_vjp). `by_hand` bounds the error of
-    gradients relative to that of casts written by hand, below 1 where autocast saves roundings between operations; it
-    is None where the function does not run on 16-bit arguments. `eagerly` is False where JAX takes too long for the
-    function operation by operation, or cannot run it so.
+    `bfloat16` and `float16` bound the relative error of gradients. `leaf_by_leaf` is False where
+    they hold for the gradient as one vector alone: an activation that rounding carries over relu's
+    kink, or past its neighbor in a max pool, moves its gradient by the whole of it, whatever the
+    precision, and BatchNorm puts many near the kink. `forward` is False where JAX has no forward
+    mode for the function (custom_vjp). `by_hand` bounds the error of gradients relative to that of
+    casts written by hand, below 1 where autocast saves roundings between operations; it is None
+    where the function does not run on 16-bit arguments. `eagerly` is False where JAX takes too long
+    for the function operation by operation, or cannot run it so.
     """
 
     make: Callable[[], tuple[Callable, Any, tuple]]
@@ -58,9 +60,11 @@ def normal(seed, *shape, scale=1.0, mean=0.0):
 
 
 def filled(shapes):
-    """Arrays of these shapes, as layers initialize them, but off the zeros and ones where gradients vanish by symmetry.
+    """Arrays of these shapes, as layers initialize them, but off the zeros and ones where gradients
+    vanish by symmetry.
 
-    Kernels have the variance 1 / inputs, scales and variances are about 1, all else about 0. Nothing is compiled.
+    Kernels have the variance 1 / inputs, scales and variances are about 1, all else about 0.
+    Nothing is compiled.
     """
 
     def leaf(number, path, shape):
@@ -106,9 +110,10 @@ def mlp():
     return _layer(model, normal(1, 16, 32))
 
 
-# Of ten draws of the input, bfloat16 carries activations of this net over a kink in all (errors of 4e-2 to 1e-1) and
-# float16 in seven (1e-2 to 1e-1); of Haiku's in nine (up to 5e-2) and in two (3e-2). Float32 does, too, where its
-# inputs alone are rounded. These are draws where float16 does not; test_kinks has one of each where it does.
+# Of ten draws of the input, bfloat16 carries activations of this net over a kink in all (errors of
+# 4e-2 to 1e-1) and float16 in seven (1e-2 to 1e-1); of Haiku's in nine (up to 5e-2) and in two
+# (3e-2). Float32 does, too, where its inputs alone are rounded. These are draws where float16 does
+# not; test_kinks has one of each where it does.
 
 
 @case("conv and BatchNorm", by_hand=1.15, bfloat16=1e-1, leaf_by_leaf=False)
@@ -370,7 +375,8 @@ def _projected_batch(size, batched, x, w):
 
 @case("custom_vmap", by_hand=1.15, eagerly=True)
 def custom_vmap():
-    # JAX differentiates a custom_vmap in forward mode alone, so that its gradient is that of the stage after it.
+    # JAX differentiates a custom_vmap in forward mode alone, so that its gradient is that of the
+    # stage after it.
     def loss(params, x):
         h = projected(x, lax.stop_gradient(params["fixed"]))
         return jnp.square(lax.stop_gradient(h) @ params["w"]).mean()

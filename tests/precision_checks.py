@@ -1,4 +1,5 @@
-"""What the tests of precision share: the forms of a function, its equations, errors, and compiling what runs once."""
+"""What the tests of precision share: the forms of a function, its equations, errors, and compiling
+what runs once."""
 
 import collections
 
@@ -71,8 +72,9 @@ def whole(got, want):
 
 
 def worst(got, want):
-    """The largest |a - b| / |b| of a leaf. Gradients that vanish but for rounding (below a thousandth of the tree's),
-    like that of a key's bias under softmax, have no relative error; `whole` counts them."""
+    """The largest |a - b| / |b| of a leaf. Gradients that vanish but for rounding (below a
+    thousandth of the tree's), like that of a key's bias under softmax, have no relative error;
+    `whole` counts them."""
     got, want = ([np.asarray(x, np.float64) for x in jax.tree.leaves(tree)] for tree in (got, want))
     least = 1e-3 * np.sqrt(sum((b**2).sum() for b in want))
     return max(
@@ -113,8 +115,8 @@ def exact(f, *, forward=True):
 
 
 def forms(f, cast, *, forward=True):
-    """{form: function of (params, *inputs)}: f, its gradient inside and outside of a cast, each jitted and batched,
-    and a second derivative."""
+    """{form: function of (params, *inputs)}: f, its gradient inside and outside of a cast, each
+    jitted and batched, and a second derivative."""
     grad, inside, outside = jax.grad(f), jax.grad(cast(f)), cast(jax.grad(f))
     return {
         "f": cast(f),

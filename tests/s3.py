@@ -18,7 +18,8 @@ REASON = f"needs the packages of the extra dev: {', '.join(MISSING)} missing"
 
 
 class Server:
-    """A server with one bucket, named "bucket". `environment` has the variables that lead obstore to it."""
+    """A server with one bucket, named "bucket". `environment` has the variables that lead obstore
+    to it."""
 
     def __init__(self):
         environment = {

@@ -1,11 +1,12 @@
-"""An S3 server on 127.0.0.1 (moto's) that fails when told to. Prints its port; ends when its standard input does.
+"""An S3 server on 127.0.0.1 (moto's) that fails when told to. Prints its port; ends when its
+standard input does.
 
     python tests/s3_server.py              # --forever: until it is killed, whatever its standard input is
 
-POST /-/faults with a JSON list replaces the faults: {"method": "PUT", "match": "manifest", "skip": 1, "count": 2,
-"chance": 0.5}, all of them optional, and one of "status": 503, "reset": "before" (the connection is closed without an
-answer) or "reset": "after" (the request is carried out, and the connection closed). GET /-/requests returns what was
-requested since the last call.
+POST /-/faults with a JSON list replaces the faults: {"method": "PUT", "match": "manifest", "skip":
+1, "count": 2, "chance": 0.5}, all of them optional, and one of "status": 503, "reset": "before"
+(the connection is closed without an answer) or "reset": "after" (the request is carried out, and
+the connection closed). GET /-/requests returns what was requested since the last call.
 """
 
 import contextlib

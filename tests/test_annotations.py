@@ -1,4 +1,5 @@
-"""Every parameter of every public function and method has a type, which editors show. mypy checks them: `make lint`."""
+"""Every parameter of every public function and method has a type, which editors show. mypy checks
+them: `make lint`."""
 
 import inspect
 
@@ -10,7 +11,8 @@ UNTYPED = "fnet.export._loaded"  # a part of every bundle
 
 
 def functions(package):
-    """(name, function) of the public functions of a package and of the public methods of its classes."""
+    """(name, function) of the public functions of a package and of the public methods of its
+    classes."""
     for name in package.__all__:
         value = getattr(package, name)
         if inspect.isfunction(value) and value.__module__ not in UNTYPED:

@@ -50,7 +50,8 @@ def test_devices_with_other_dtypes_for_convolutions(capsys, monkeypatch):
     )
     monkeypatch.setattr(hw, "policy", lambda device, mode: policy)
     assert (
-        "policy, train parameters float32, compute bfloat16 (convolutions float32), residual stream bfloat16, sums "
+        "policy, train parameters float32, compute bfloat16 (convolutions float32), residual "
+        "stream bfloat16, sums "
         "float32, loss scaling from 32768 because so"
     ) in words(run(capsys, "devices")[1])
 
@@ -117,7 +118,8 @@ def test_a_backend_that_does_not_start_has_one_message_everywhere(capsys, monkey
         (
             "{} chips >/dev/full",
             2,
-            "fnet chips: [Errno 28] No space left on device (use fnet --debug chips for a traceback)\n",
+            "fnet chips: [Errno 28] No space left on device (use fnet --debug chips for a "
+            "traceback)\n",
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""The faults of `make mutation` can be planted: each expression occurs once, and the module with the fault compiles."""
+"""The faults of `make mutation` can be planted: each expression occurs once, and the module with
+the fault compiles."""
 
 import ast
 

@@ -1,4 +1,5 @@
-"""Nothing that is loaded runs code: no module of fnet's or of the experiments unpickles or evaluates."""
+"""Nothing that is loaded runs code: no module of fnet's or of the experiments unpickles or
+evaluates."""
 
 import ast
 import pathlib

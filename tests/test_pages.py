@@ -1,6 +1,7 @@
 """The Python blocks of README and the pages run, from the top of each page to its end.
 
-A block whose first line is ```python no-run is shown only: it needs files or packages that the tests do not have.
+A block whose first line is ```python no-run is shown only: it needs files or packages that the
+tests do not have.
 """
 
 import importlib.util

@@ -1,5 +1,6 @@
-"""The core of the table in tests/programs: every transform against plain JAX. Each program and transform is tested with
-one of the checks. `make verify-programs` runs all checks and all programs."""
+"""The core of the table in tests/programs: every transform against plain JAX. Each program and
+transform is tested with one of the checks. `make verify-programs` runs all checks and all
+programs."""
 
 import pytest
 from programs import table
@@ -10,7 +11,8 @@ CORE = [program for program in table.programs() if program.core]
 
 
 def some(program, transform, checks):
-    """One of the checks, another one for each program and transform; two where a transform applies to few programs."""
+    """One of the checks, another one for each program and transform; two where a transform applies
+    to few programs."""
     first = CORE.index(program) + TRANSFORMS.index(transform)
     few = transform in ("microbatch", "autocast16")
     return {checks[first % len(checks)], checks[(first + few * len(checks) // 2) % len(checks)]}

@@ -79,7 +79,8 @@ def test_every_package_is_listed():
 
 @pytest.mark.exhaustive
 def test_parameters_of_equations_are_read_by_key_in_jaxpr_alone():
-    """`eqn.params["name"]`, `eqn.params.get("name")` and `"name" in eqn.params`, under any name of the equation."""
+    """`eqn.params["name"]`, `eqn.params.get("name")` and `"name" in eqn.params`, under any name of
+    the equation."""
     keyed = re.compile(
         r"\b(eqn|equation|op\.eqn|source|sink|\w*\.eqns\[[^\]]*\])\.params(\[|\.get\(|\.keys|\.items)|"
         r"\bin (eqn|equation)\.params\b"

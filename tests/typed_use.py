@@ -1,4 +1,5 @@
-"""Typical uses of fnet, for mypy (`make lint`): what a user's editor knows about the public names. It is not run."""
+"""Typical uses of fnet, for mypy (`make lint`): what a user's editor knows about the public names.
+It is not run."""
 
 from typing import assert_type
 

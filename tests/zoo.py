@@ -1,4 +1,5 @@
-"""The zoo: one small instance of every model, with symbolic shapes of its input and two sizes of each symbolic axis."""
+"""The zoo: one small instance of every model, with symbolic shapes of its input and two sizes of
+each symbolic axis."""
 
 import dataclasses
 import functools
@@ -94,7 +95,8 @@ MODELS = {
         {"b": (1, 2)},
     ),
 }
-# The kinds of layers in these models also occur in other models of the table, so tests of transforms omit them.
+# The kinds of layers in these models also occur in other models of the table, so tests of
+# transforms omit them.
 SIMILAR = (
     "Roberta",
     "DistilBert",

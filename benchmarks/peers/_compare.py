@@ -1,5 +1,5 @@
-"""Runs one comparison: starts the processes of the peers, checks their losses, times them in rounds, and formats the
-table."""
+"""Runs one comparison: starts the processes of the peers, checks their losses, times them in
+rounds, and formats the table."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def compare(
     """Returns {label: seconds per step in every round}, and the table as text.
 
     Args:
-        peers: {label: arguments of its worker process}. The arguments are "peer", a key of `PEERS`, and options such as
-            "rules".
+        peers: {label: arguments of its worker process}. The arguments are "peer", a key of `PEERS`,
+            and options such as "rules".
         workload, mode, dtype: see `benchmarks.peers`.
         options: the parsed options of `parser`.
-        bases: the labels of the peers to whose times ratios are computed. Labels of peers that do not run are ignored.
-            If none of them runs, ratios are computed to the first peer that runs.
-        required: whether a peer that is not installed is an error. Otherwise, it is omitted, and a note in the table
-            states this.
+        bases: the labels of the peers to whose times ratios are computed. Labels of peers that do
+            not run are ignored. If none of them runs, ratios are computed to the first peer that
+            runs.
+        required: whether a peer that is not installed is an error. Otherwise, it is omitted, and a
+            note in the table states this.
 
     Raises:
         PeerError: a peer fails, or its losses differ from those of the first peer.
@@ -66,7 +67,8 @@ def compare(
     bases = [name for name in bases if name in figures] or [next(iter(figures))]
     devices = " / ".join(sorted({each["device"] for each in started.values()}))
     title = (
-        f"**{workload}**, {mode}, {dtype}, {options.size} size, allocator: {options.allocator}, on {devices}; "
+        f"**{workload}**, {mode}, {dtype}, {options.size} size, allocator: {options.allocator}, on "
+        f"{devices}; "
         f"losses agree to {tolerance:g}\n"
     )
     return figures, "\n".join(
@@ -142,10 +144,11 @@ def tables(options):
 
 
 def agree(name, losses, reference, expected, tolerance):
-    """Raises a PeerError if a loss differs from the loss of the reference peer by more than the tolerance.
+    """Raises a PeerError if a loss differs from the loss of the reference peer by more than the
+    tolerance.
 
-    The tolerance is relative to the largest loss of the reference peer, because the loss of a memorized batch is near
-    0.
+    The tolerance is relative to the largest loss of the reference peer, because the loss of a
+    memorized batch is near 0.
     """
     for i, (got, want) in enumerate(zip(losses, expected, strict=True)):
         if not abs(got - want) <= tolerance * max(map(abs, expected)):
@@ -189,7 +192,8 @@ def _present(peers, workload, options, required):
             continue
         if refused and answer["platform"] == "cpu":
             raise PeerError(
-                f"{workload} needs an accelerator, and {peer.name} finds none here; a step would take "
+                f"{workload} needs an accelerator, and {peer.name} finds none here; a step would "
+                f"take "
                 "minutes; --force runs it nevertheless"
             )
         present.append(peer)
@@ -203,7 +207,8 @@ def _peak(memory):
 
 
 def _rates(workload, mode, dtype, options, figures, started):
-    """Returns the columns with tokens or examples per second and, on an accelerator, with the model FLOPs
+    """Returns the columns with tokens or examples per second and, on an accelerator, with the model
+    FLOPs
     utilization."""
     w = spec.workload(workload, options.size)
     kind, count = spec.items(w)

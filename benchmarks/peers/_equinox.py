@@ -1,4 +1,5 @@
-"""The models in Equinox. As in its documentation, channels are first, and a model computes one example and is vmapped.
+"""The models in Equinox. As in its documentation, channels are first, and a model computes one
+example and is vmapped.
 
 With mixed precision, parameters and inputs are cast to bfloat16 inside the loss.
 """
@@ -48,8 +49,8 @@ KINDS = {
 
 
 def _filled(model, state, weights):
-    """Returns the model and its state with the arrays of `weights`. Arrays are matched by path, such as
-    block[0].attn.query_proj.weight."""
+    """Returns the model and its state with the arrays of `weights`. Arrays are matched by path,
+    such as block[0].attn.query_proj.weight."""
     left = dict(weights)
 
     def fill(path, leaf):
@@ -81,8 +82,8 @@ def _filled(model, state, weights):
 
 
 def _place(path):
-    """Returns the parent path in `weights` and the name of a leaf: ("block0/attn/query", "weight") for
-    block[0].attn.query_proj.weight. The two layers of a ConvNorm are named conv1 and norm1."""
+    """Returns the parent path in `weights` and the name of a leaf: ("block0/attn/query", "weight")
+    for block[0].attn.query_proj.weight. The two layers of a ConvNorm are named conv1 and norm1."""
     text = "/".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path)
     text = re.sub(r"/(\d+)", r"\1", text)
     text = re.sub(r"convs(\d+)/(conv|norm)", lambda m: f"{m[2]}{int(m[1]) + 1}", text)

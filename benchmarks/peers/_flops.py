@@ -11,8 +11,8 @@ from fnet import hardware as hw
 
 
 def model_flops(workload, *, train: bool) -> int:
-    """Returns the FLOPs of products and convolutions in a training step or a forward pass. Attention counts as if no
-    mask were applied."""
+    """Returns the FLOPs of products and convolutions in a training step or a forward pass.
+    Attention counts as if no mask were applied."""
     shapes = {
         path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in workload.shapes().items()
     }

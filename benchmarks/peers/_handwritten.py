@@ -1,7 +1,8 @@
-"""The models in jax.numpy, as written without a library. They have the parameter tree of fnet's models.
+"""The models in jax.numpy, as written without a library. They have the parameter tree of fnet's
+models.
 
-With mixed precision, activations and the operands of products and convolutions are in bfloat16. Norms, softmax and the
-loss are in float32.
+With mixed precision, activations and the operands of products and convolutions are in bfloat16.
+Norms, softmax and the loss are in float32.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ NAMES = {
 
 
 def _fill(model, weights):
-    """Copies the weights into the model by name. The weights of a layer block0__attn are at block0/attn, because names
-    in Keras must not contain "/"."""
+    """Copies the weights into the model by name. The weights of a layer block0__attn are at
+    block0/attn, because names in Keras must not contain "/"."""
     left = dict(weights)
     for variable in model.variables:
         if "seed_generator" in variable.path:

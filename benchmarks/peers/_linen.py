@@ -1,4 +1,5 @@
-"""The models in flax.linen. With mixed precision, every module has `dtype=bfloat16`, as in Flax' documentation."""
+"""The models in flax.linen. With mixed precision, every module has `dtype=bfloat16`, as in Flax'
+documentation."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def build(workload, weights, batches, *, train, mixed, **how):
 
 
 def _cell(lstm):
-    """Returns the weights of an LSTM for each gate: the kernels ii, if, ig and io of the input, and the kernels hi, hf,
-    hg and ho of the state, with the biases."""
+    """Returns the weights of an LSTM for each gate: the kernels ii, if, ig and io of the input, and
+    the kernels hi, hf, hg and ho of the state, with the biases."""
     tree = {}
     for i, gate in enumerate("ifgo"):
         kernel, recurrent, bias = (

@@ -1,4 +1,5 @@
-"""The models in flax.nnx, with `nnx.jit` and `nnx.Optimizer`. With mixed precision, every module has
+"""The models in flax.nnx, with `nnx.jit` and `nnx.Optimizer`. With mixed precision, every module
+has
 `dtype=bfloat16`."""
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def build(workload, weights, batches, *, train, mixed):
 
 
 class Run(_steps.Run):
-    """Runs the steps of an nnx model, with the methods of `_steps.Run`. The state is in the model and the optimizer."""
+    """Runs the steps of an nnx model, with the methods of `_steps.Run`. The state is in the model
+    and the optimizer."""
 
     def __init__(self, workload, weights, batches, *, train, mixed):
         self.batches = [(jnp.asarray(x), jnp.asarray(y)) for x, y in batches]

@@ -1,7 +1,7 @@
 """The code that the peers on JAX share: the training step, its compilation and its execution.
 
-A peer defines `apply(params, stats, x, train) -> (logits, stats)`. `stats` contains the running statistics of
-BatchNorm, or is {} without BatchNorm.
+A peer defines `apply(params, stats, x, train) -> (logits, stats)`. `stats` contains the running
+statistics of BatchNorm, or is {} without BatchNorm.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from fnet import transforms as ft
 
 
 class Run:
-    """Runs the steps of a peer. `step(i)` runs a training step on batch i and returns the loss, or a forward pass and
-    returns the logits.
+    """Runs the steps of a peer. `step(i)` runs a training step on batch i and returns the loss, or
+    a forward pass and returns the logits.
 
     The first call traces and compiles. Only `wait` waits for the results.
 
     Args:
         apply, params, stats: the function, parameters and running statistics of the model.
-        wrap: a transformation that is applied to the gradient function, or for inference to the model. Default: none.
-        rules: the argument `rules` of `ft.tune`. With {}, `tune` selects the rules. With None (default), the step is
+        wrap: a transformation that is applied to the gradient function, or for inference to the
+        model. Default: none. rules: the argument `rules` of `ft.tune`. With {}, `tune` selects the
+        rules. With None (default), the step is
             not tuned.
     """
 
@@ -74,8 +75,8 @@ def optimizer():
 
 
 def training(apply, tx, wrap=lambda f: f):
-    """Returns the training step `step((params, stats, opt_state), x, y) -> (state, loss)`. `wrap` is applied to the
-    gradient function."""
+    """Returns the training step `step((params, stats, opt_state), x, y) -> (state, loss)`. `wrap`
+    is applied to the gradient function."""
 
     def loss(params, stats, x, y):
         logits, stats = apply(params, stats, x, True)
@@ -93,8 +94,8 @@ def training(apply, tx, wrap=lambda f: f):
 
 
 def nested(weights, stats=False):
-    """Converts {"a/b": array} to {"a": {"b": array}}. Returns only the parameters, or with `stats` only the running
-    means and variances of BatchNorm."""
+    """Converts {"a/b": array} to {"a": {"b": array}}. Returns only the parameters, or with `stats`
+    only the running means and variances of BatchNorm."""
     tree = {}
     for path, array in weights.items():
         *parents, name = path.split("/")
@@ -107,8 +108,8 @@ def nested(weights, stats=False):
 
 
 def fitted(like, tree):
-    """Returns the arrays of `tree` with the shapes of `like`. A shape of `like` may have two axes (heads, head_dim)
-    instead of one axis.
+    """Returns the arrays of `tree` with the shapes of `like`. A shape of `like` may have two axes
+    (heads, head_dim) instead of one axis.
 
     Raises:
         ValueError: the two trees have different paths.

@@ -1,7 +1,7 @@
 """The models in PyTorch, run eagerly or with torch.compile.
 
-They use scaled_dot_product_attention, fused AdamW, and the memory format channels_last for images. With mixed
-precision, they use `torch.autocast` in bfloat16.
+They use scaled_dot_product_attention, fused AdamW, and the memory format channels_last for images.
+With mixed precision, they use `torch.autocast` in bfloat16.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ NAMES = {
 
 
 def _fill(model, weights):
-    """Copies the weights into the model by name. block.0.attn.qkv.weight consists of the query, key and value kernels
-    of block0/attn."""
+    """Copies the weights into the model by name. block.0.attn.qkv.weight consists of the query, key
+    and value kernels of block0/attn."""
     left = dict(weights)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         name = re.sub(r"lstm\.(\w+)_l(\d+)", r"lstm\2.\1", name)  # lstm.weight_ih_l0

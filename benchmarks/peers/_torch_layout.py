@@ -1,4 +1,5 @@
-"""The layouts of PyTorch and Equinox: images and convolution kernels have channels first, dense kernels are [out,
+"""The layouts of PyTorch and Equinox: images and convolution kernels have channels first, dense
+kernels are [out,
 in]."""
 
 import numpy as np
@@ -11,6 +12,6 @@ def channels_first(kernel):
 
 
 def transposed(batches):
-    """Transposes images from [batch, height, width, channels] to [batch, channels, height, width]. Other arrays are
-    unchanged."""
+    """Transposes images from [batch, height, width, channels] to [batch, channels, height, width].
+    Other arrays are unchanged."""
     return [(x.transpose(0, 3, 1, 2) if x.ndim == 4 else x, y) for x, y in batches]

@@ -1,4 +1,5 @@
-"""The process of one peer: builds its model and runs it on request. `python -m benchmarks.peers._worker {...}`"""
+"""The process of one peer: builds its model and runs it on request. `python -m
+benchmarks.peers._worker {...}`"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ PEERS = {
 
 
 def allocator(kind: str) -> None:
-    """Selects the memory allocator. "tuned" calls fnet's `cpu_allocator`. It is loaded from its file, because
+    """Selects the memory allocator. "tuned" calls fnet's `cpu_allocator`. It is loaded from its
+    file, because
     `import fnet` would import JAX in PyTorch's process."""
     file = Path(__file__).parents[2] / "fnet" / "hardware" / "_allocator.py"
     if kind == "tuned" and not runpy.run_path(str(file))["cpu_allocator"]():
@@ -49,8 +51,8 @@ class Worker:
         )
 
     def prepare(self):
-        """Imports the packages of the peer. Returns {"platform": a platform such as "cpu"}, or {"missing": a package
-        that is not installed}."""
+        """Imports the packages of the peer. Returns {"platform": a platform such as "cpu"}, or
+        {"missing": a package that is not installed}."""
         allocator(self.allocator)
         module, self.options = PEERS[self.names[0]]
         self.options = {**self.options, **self.how}
@@ -63,11 +65,11 @@ class Worker:
         return {"platform": self.module.Run.platform()}
 
     def start(self):
-        """Builds and compiles the step. Returns the seconds of the first step, the first losses, the platform and the
-        device.
+        """Builds and compiles the step. Returns the seconds of the first step, the first losses,
+        the platform and the device.
 
-        Training uses the same batch in each step, so that errors in the update change the next loss. Inference uses
-        several batches.
+        Training uses the same batch in each step, so that errors in the update change the next
+        loss. Inference uses several batches.
         """
         from benchmarks.peers import _workloads as spec
 

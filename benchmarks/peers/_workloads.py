@@ -1,15 +1,17 @@
-"""The workloads: the models by name, their weights and their batches. NumPy creates them, so that all peers have equal
-values.
+"""The workloads: the models by name, their weights and their batches. NumPy creates them, so that
+all peers have equal values.
 
-All workloads have float32 parameters and no dropout. The loss is the mean softmax cross entropy over all targets. The
-optimizer is AdamW with learning rate 1e-4, betas 0.9 and 0.999, epsilon 1e-8, and weight decay 0.01 on every parameter.
-GELU is computed with tanh. LayerNorm and BatchNorm have epsilon 1e-5. The path of an array is its path in fnet, such as
-"block0/attn/query/kernel". Kernels are [..., in, out], and images have channels last. Each class defines its model
-completely. A peer implements the model in the style of its library's documentation.
+All workloads have float32 parameters and no dropout. The loss is the mean softmax cross entropy
+over all targets. The optimizer is AdamW with learning rate 1e-4, betas 0.9 and 0.999, epsilon 1e-8,
+and weight decay 0.01 on every parameter. GELU is computed with tanh. LayerNorm and BatchNorm have
+epsilon 1e-5. The path of an array is its path in fnet, such as "block0/attn/query/kernel". Kernels
+are [..., in, out], and images have channels last. Each class defines its model completely. A peer
+implements the model in the style of its library's documentation.
 
-In the first steps of AdamW, even a tiny gradient changes a parameter by about the learning rate, so rounding errors of
-such gradients become large. With this learning rate, the losses of equal models differ by at most 1e-4 in three steps,
-but a missing step is detected. With 1e-3, the losses of ResNet-18 differ by up to 3e-3.
+In the first steps of AdamW, even a tiny gradient changes a parameter by about the learning rate, so
+rounding errors of such gradients become large. With this learning rate, the losses of equal models
+differ by at most 1e-4 in three steps, but a missing step is detected. With 1e-3, the losses of
+ResNet-18 differ by up to 3e-3.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ LEARNING_RATE, WEIGHT_DECAY, EPSILON = 1e-4, 0.01, 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class MLP:
-    """Dense layers `dense0`, `dense1`, ..., with biases and with ReLU between the layers: [batch, features] -> [batch,
-    classes]."""
+    """Dense layers `dense0`, `dense1`, ..., with biases and with ReLU between the layers: [batch,
+    features] -> [batch, classes]."""
 
     batch: int = 256
     widths: tuple[int, ...] = (784, 512, 512, 10)
@@ -43,9 +45,9 @@ class MLP:
 
 @dataclasses.dataclass(frozen=True)
 class CNN:
-    """Stages of 3 × 3 convolutions `conv0`, `conv1`, ... with SAME padding, bias and ReLU: [batch, size, size, 3] ->
-    [batch, classes]. A 2 × 2 max-pooling follows each stage. The mean over height and width and the dense layer `head`
-    follow the last stage."""
+    """Stages of 3 × 3 convolutions `conv0`, `conv1`, ... with SAME padding, bias and ReLU: [batch,
+    size, size, 3] -> [batch, classes]. A 2 × 2 max-pooling follows each stage. The mean over height
+    and width and the dense layer `head` follow the last stage."""
 
     batch: int = 64
     size: int = 32
@@ -101,13 +103,14 @@ class GPT:
 
 @dataclasses.dataclass(frozen=True)
 class ViT:
-    """An encoder of GPT's blocks, with biases and without the causal mask: [batch, size, size, 3] -> [batch, classes].
+    """An encoder of GPT's blocks, with biases and without the causal mask: [batch, size, size, 3]
+    -> [batch, classes].
 
         x = patch(images) + position              a convolution of patch × patch, stride patch; then [tokens, width]
         logits = head(mean(norm(blocks(x))))      the mean over all tokens; no class token
 
-    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words; widths as in Touvron et al. (2021), DeiT-Ti; the
-    mean as in Beyer et al. (2022), Better plain ViT baselines.
+    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words; widths as in Touvron et al.
+    (2021), DeiT-Ti; the mean as in Beyer et al. (2022), Better plain ViT baselines.
     """
 
     batch: int = 32
@@ -135,17 +138,21 @@ class ViT:
 class ResNet:
     """A residual network with BatchNorm: [batch, size, size, 3] -> [batch, classes].
 
-        stem: conv 3 × 3 (for photos 7 × 7, stride 2), norm, ReLU (for photos a 3 × 3 max-pooling, stride 2)
+        stem: conv 3 × 3 (for photos 7 × 7, stride 2), norm, ReLU (for photos a 3 × 3 max-pooling,
+        stride 2)
         block: x = relu(shortcut(x) + f(x))
         head: the mean over height and width, a dense layer
 
-    f has two 3 × 3 convolutions, or with `bottleneck` a 1 × 1, a 3 × 3 and a 1 × 1 convolution. A norm follows each
-    convolution, and a ReLU follows each norm except the last. The first 3 × 3 convolution has the stride of the block.
-    The shortcut is a 1 × 1 convolution and a norm if the shapes of x and f(x) differ, otherwise the identity.
+    f has two 3 × 3 convolutions, or with `bottleneck` a 1 × 1, a 3 × 3 and a 1 × 1 convolution. A
+    norm follows each convolution, and a ReLU follows each norm except the last. The first 3 × 3
+    convolution has the stride of the block. The shortcut is a 1 × 1 convolution and a norm if the
+    shapes of x and f(x) differ, otherwise the identity.
 
-    Convolutions have no bias. Their padding on both sides is half the size of the window. BatchNorm's momentum is 0.9.
+    Convolutions have no bias. Their padding on both sides is half the size of the window.
+    BatchNorm's momentum is 0.9.
 
-    Source: He et al. (2016), Deep Residual Learning for Image Recognition; the stride as in PyTorch's ResNet v1.5.
+    Source: He et al. (2016), Deep Residual Learning for Image Recognition; the stride as in
+    PyTorch's ResNet v1.5.
     """
 
     batch: int = 32
@@ -196,13 +203,14 @@ class ResNet:
 
 @dataclasses.dataclass(frozen=True)
 class LSTM:
-    """A token embedding, layers `lstm0`, `lstm1`, ..., and the dense layer `head`: [batch, time] -> [batch, time,
-    vocab].
+    """A token embedding, layers `lstm0`, `lstm1`, ..., and the dense layer `head`: [batch, time] ->
+    [batch, time, vocab].
 
-    The gates are in the order input, forget, cell, output. A layer has one bias. The initial state is zero. The targets
-    are the next tokens.
+    The gates are in the order input, forget, cell, output. A layer has one bias. The initial state
+    is zero. The targets are the next tokens.
 
-    Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory; Gers et al. (2000) for the forget gate.
+    Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory; Gers et al. (2000) for the
+    forget gate.
     """
 
     batch: int = 32
@@ -277,8 +285,8 @@ def workload(name: str, size: str = "full"):
 
 
 def weights(workload, seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns the weights, {path: float32 array}. No array is constant 0 or 1, so that exchanged arrays change the
-    loss."""
+    """Returns the weights, {path: float32 array}. No array is constant 0 or 1, so that exchanged
+    arrays change the loss."""
     rng = np.random.default_rng(seed)
     drawn = {
         path: _draw(rng, path.rsplit("/", 1)[-1], shape)
@@ -298,8 +306,8 @@ def batches(workload, n: int = 4, seed: int = 1) -> list[tuple[np.ndarray, np.nd
 
 
 def cross_entropy(logits, targets) -> float:
-    """Returns the loss in float64 for logits [..., classes] and targets [...]. It is used for inference, in which peers
-    return logits."""
+    """Returns the loss in float64 for logits [..., classes] and targets [...]. It is used for
+    inference, in which peers return logits."""
     logits = np.asarray(logits, np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
     chosen = np.take_along_axis(shifted, np.asarray(targets)[..., None], -1)[..., 0]

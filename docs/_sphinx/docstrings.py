@@ -1,4 +1,5 @@
-"""Converts fnet's docstrings, which are Google style with indented code, to reStructuredText for napoleon."""
+"""Converts fnet's docstrings, which are Google style with indented code, to reStructuredText for
+napoleon."""
 
 import re
 
@@ -27,13 +28,15 @@ def signature(app, what, name, obj, options, text, returns):
 
 
 def skip(app, what, name, obj, skipped, options):
-    """A handler of `autodoc-skip-member`: leaves out defaults that are functions of JAX, and fields of named tuples."""
+    """A handler of `autodoc-skip-member`: leaves out defaults that are functions of JAX, and fields
+    of named tuples."""
     foreign = callable(obj) and not (getattr(obj, "__module__", None) or "fnet").startswith("fnet")
     return True if foreign or (obj.__doc__ or "").startswith("Alias for field number") else None
 
 
 def convert(lines: list[str]) -> list[str]:
-    """Marks indented blocks of code as such, and escapes characters that reStructuredText interprets.
+    """Marks indented blocks of code as such, and escapes characters that reStructuredText
+    interprets.
 
     >>> convert(["Doubles.", "", "    y = 2 * x", "", "kernel [*window, in]"])
     ['Doubles.', '', '.. code-block:: python', '', '    y = 2 * x', '', 'kernel [\\\\*window, in]']
@@ -64,7 +67,8 @@ def convert(lines: list[str]) -> list[str]:
 
 
 def _in_doctest(lines, number):
-    """Whether the line is output of a doctest: only lines that are not empty lie between it and a prompt."""
+    """Whether the line is output of a doctest: only lines that are not empty lie between it and a
+    prompt."""
     while number >= 0 and lines[number].strip():
         if lines[number].lstrip().startswith(">>>"):
             return True

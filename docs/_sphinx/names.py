@@ -48,7 +48,8 @@ def without_example() -> list[str]:
 
 
 def file_names() -> dict[str, str]:
-    """Returns {name: file} for functions whose pages would differ from a class's only by case, as `plan` and `Plan`."""
+    """Returns {name: file} for functions whose pages would differ from a class's only by case, as
+    `plan` and `Plan`."""
     result = {}
     for package in PACKAGES:
         public = importlib.import_module(f"fnet.{package}").__all__

@@ -1,4 +1,5 @@
-"""Inserts the twenty tasks of `coming_from/*_tasks.py` into pages with the line `<!-- tasks: LIBRARY -->`."""
+"""Inserts the twenty tasks of `coming_from/*_tasks.py` into pages with the line `<!-- tasks:
+LIBRARY -->`."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Twenty tasks in fnet. The pages in this folder show the same tasks in other libraries beside this code."""
+"""Twenty tasks in fnet. The pages in this folder show the same tasks in other libraries beside this
+code."""
 
 import jax
 import numpy as np

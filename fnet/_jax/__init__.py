@@ -1,9 +1,9 @@
 """The only package of fnet that uses undocumented names of JAX.
 
-`_features` imports these names. If the installed version of JAX lacks a name, the feature of fnet that needs the name
-is disabled. `disabled` lists such features. The modules `compilation`, `kernels` and `processes` of this package are
-imported on first use. For each name, tests/test_jax_names.py contains a test that fails if a version of JAX no longer
-has the name.
+`_features` imports these names. If the installed version of JAX lacks a name, the feature of fnet
+that needs the name is disabled. `disabled` lists such features. The modules `compilation`,
+`kernels` and `processes` of this package are imported on first use. For each name,
+tests/test_jax_names.py contains a test that fails if a version of JAX no longer has the name.
 """
 
 import importlib
@@ -72,8 +72,8 @@ def __getattr__(name):
 
 
 def prng_impl(**options):
-    """Defines a random number generator with `jax.extend.random.define_prng_impl`, and returns it. The result can be
-    passed to `jax.random.wrap_key_data` as `impl`."""
+    """Defines a random number generator with `jax.extend.random.define_prng_impl`, and returns it.
+    The result can be passed to `jax.random.wrap_key_data` as `impl`."""
     from jax.extend import random
 
     return random.define_prng_impl(**options)

@@ -1,7 +1,8 @@
 """Access to JAX names that are not public.
 
-If this version of JAX lacks a name, only the feature that needs the name is disabled: `private` then returns a
-`Missing`, which raises an error when it is used. The function `disabled` lists the disabled features of fnet.
+If this version of JAX lacks a name, only the feature that needs the name is disabled: `private`
+then returns a `Missing`, which raises an error when it is used. The function `disabled` lists the
+disabled features of fnet.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class Missing:
 
 
 def private(path: str, feature: str) -> Any:
-    """Returns the object at a dotted path, such as "jax._src.core.typeof". If this version of JAX has no object at the
-    path, returns a placeholder (`Missing`). Using a `Missing` object raises an error whose message contains the
-    argument `feature`, which names the feature that needs the object."""
+    """Returns the object at a dotted path, such as "jax._src.core.typeof". If this version of JAX
+    has no object at the path, returns a placeholder (`Missing`). Using a `Missing` object raises an
+    error whose message contains the argument `feature`, which names the feature that needs the
+    object."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -55,8 +57,8 @@ def private(path: str, feature: str) -> Any:
 
 
 def disabled() -> tuple[str, ...]:
-    """Returns one line of text for each JAX name that the function `private` has looked up but not found. The line also
-    names the feature that is disabled."""
+    """Returns one line of text for each JAX name that the function `private` has looked up but not
+    found. The line also names the feature that is disabled."""
     return tuple(
         f"{feature} is disabled: JAX {jax.__version__} has no {path}"
         for path, feature in _missing.items()

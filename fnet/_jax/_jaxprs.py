@@ -13,16 +13,16 @@ UNSPECIFIED = private("jax._src.sharding_impls.UNSPECIFIED", "calls with shardin
 
 
 def close(jaxpr: Any) -> Any:
-    """Converts an open jaxpr to a closed jaxpr, whose first inputs are the constants of the open jaxpr. A closed jaxpr
-    is returned unchanged."""
+    """Converts an open jaxpr to a closed jaxpr, whose first inputs are the constants of the open
+    jaxpr. A closed jaxpr is returned unchanged."""
     if hasattr(jaxpr, "consts"):
         return jaxpr
     return ClosedJaxpr(_without_constants(jaxpr) if jaxpr.constvars else jaxpr, ())
 
 
 def consts_as_inputs(closed: Any) -> Any:
-    """Converts a closed jaxpr to an open jaxpr without constants. The first inputs of the open jaxpr are the former
-    constants of the closed jaxpr."""
+    """Converts a closed jaxpr to an open jaxpr without constants. The first inputs of the open
+    jaxpr are the former constants of the closed jaxpr."""
     return _without_constants(closed.jaxpr)
 
 
@@ -47,9 +47,10 @@ def unplaced(params: dict) -> bool:
 
 
 def hoisted(params: dict, closed: Any, outputs: int = 0) -> tuple[dict, list]:
-    """Changes the parameters of a jit equation so that the equation evaluates `closed`. The constants of `closed`
-    become the first inputs of the equation. `outputs` is the number of outputs that `closed` has in addition to the
-    outputs of the original equation. Returns the new parameters, and the values of the constants."""
+    """Changes the parameters of a jit equation so that the equation evaluates `closed`. The
+    constants of `closed` become the first inputs of the equation. `outputs` is the number of
+    outputs that `closed` has in addition to the outputs of the original equation. Returns the new
+    parameters, and the values of the constants."""
     count = len(closed.consts)
     first = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
     changes = {name: (value,) * count + tuple(params[name]) for name, value in first.items()}

@@ -1,4 +1,5 @@
-"""Traces the differentiation and batching rules of custom_jvp, custom_vjp and custom_vmap equations to jaxprs."""
+"""Traces the differentiation and batching rules of custom_jvp, custom_vjp and custom_vmap equations
+to jaxprs."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ class CustomJvp:
         self.symbolic_zeros = params["symbolic_zeros"]
 
     def jaxpr(self, zeros: list[bool]) -> tuple[Any, list[bool]]:
-        """Returns the jaxpr of the differentiation rule, and for each output whether its tangent is zero. The inputs of
-        the jaxpr are the primals and the nonzero tangents. The outputs of the jaxpr are the primal outputs and their
-        nonzero tangents.
+        """Returns the jaxpr of the differentiation rule, and for each output whether its tangent is
+        zero. The inputs of the jaxpr are the primals and the nonzero tangents. The outputs of the
+        jaxpr are the primal outputs and their nonzero tangents.
 
         Args:
-            zeros: for each input, whether its tangent is zero. The first inputs are the closed-over constants, whose
-                tangents are zero.
+            zeros: for each input, whether its tangent is zero. The first inputs are the closed-over
+                constants, whose tangents are zero.
         """
         jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self.consts :])
         return ClosedJaxpr(jaxpr, consts), list(zeros_out)
@@ -40,9 +41,9 @@ class Forward(NamedTuple):
     Attributes:
         closed: the closed jaxpr, which maps the inputs to the residuals and the outputs.
         residuals: the number of residuals that the jaxpr returns.
-        forwarded: a tuple that states where each residual of the backward function comes from. The integer i means that
-            the residual is equal to input i of the custom_vjp equation. The entry None means that the residual is an
-            output of the jaxpr `closed`.
+        forwarded: a tuple that states where each residual of the backward function comes from. The
+            integer i means that the residual is equal to input i of the custom_vjp equation. The
+            entry None means that the residual is an output of the jaxpr `closed`.
     """
 
     closed: Any
@@ -60,8 +61,8 @@ class CustomVjp:
         self._forward: dict[tuple, Forward] = {}
 
     def forward(self, perturbed: tuple[bool, ...]) -> Forward:
-        """Returns the forward function. The tuple `perturbed` contains one boolean for each input, including constants.
-        The boolean of an input is True if the input is differentiated."""
+        """Returns the forward function. The tuple `perturbed` contains one boolean for each input,
+        including constants. The boolean of an input is True if the input is differentiated."""
         perturbed = tuple(perturbed[self.consts :])
         if perturbed not in self._forward:
             jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
@@ -71,19 +72,21 @@ class CustomVjp:
         return self._forward[perturbed]
 
     def backward(self, forward: Forward, zeros: list[bool]) -> tuple[Any, list[bool]]:
-        """Returns the jaxpr of the backward function, and a list of booleans, one for each input of the equation.
+        """Returns the jaxpr of the backward function, and a list of booleans, one for each input of
+        the equation.
 
-        The boolean of an input is True if the jaxpr returns a cotangent for this input of the equation. The jaxpr maps
-        the inputs and residuals of the equation, and the cotangents of its outputs, to the cotangents of its inputs.
+        The boolean of an input is True if the jaxpr returns a cotangent for this input of the
+        equation. The jaxpr maps the inputs and residuals of the equation, and the cotangents of its
+        outputs, to the cotangents of its inputs.
 
-        The jaxpr is traced for the types that the inputs have in the custom_vjp equation, because the user's backward
-        function expects these types. If the user's forward function returns a Python number as a residual, the user's
-        backward function gets a Python number.
+        The jaxpr is traced for the types that the inputs have in the custom_vjp equation, because
+        the user's backward function expects these types. If the user's forward function returns a
+        Python number as a residual, the user's backward function gets a Python number.
 
         Args:
             forward: the forward function.
-            zeros: for each output, whether its cotangent is a symbolic zero. The floating-point cotangents that are not
-                symbolic zeros are inputs of the jaxpr.
+            zeros: for each output, whether its cotangent is a symbolic zero. The floating-point
+                cotangents that are not symbolic zeros are inputs of the jaxpr.
         """
         outvars = forward.closed.jaxpr.outvars
         saved, outputs = outvars[: forward.residuals], outvars[forward.residuals :]
@@ -113,8 +116,8 @@ class CustomVjp:
 
 
 def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tuple[Any, list[bool]]:
-    """Traces the batching rule of a custom_vmap equation for inputs of the given types. Returns the jaxpr of the
-    batching rule, and for each output whether it is batched."""
+    """Traces the batching rule of a custom_vmap equation for inputs of the given types. Returns the
+    jaxpr of the batching rule, and for each output whether it is batched."""
     flags, tree = [], params["in_tree"]
 
     def rule(*arrays):
@@ -136,9 +139,10 @@ def _inexact(v) -> bool:
 
 
 def _cotangents(outputs, zeros, nonzero):
-    """Returns the cotangents of all outputs, in order. Where `zeros` is True, the cotangent is a symbolic zero. The
-    list `nonzero` contains the cotangents of the floating-point outputs for which `zeros` is False. The cotangent of an
-    integer output is a symbolic zero or an array with the dtype float0 (JAX's tangent dtype for integers)."""
+    """Returns the cotangents of all outputs, in order. Where `zeros` is True, the cotangent is a
+    symbolic zero. The list `nonzero` contains the cotangents of the floating-point outputs for
+    which `zeros` is False. The cotangent of an integer output is a symbolic zero or an array with
+    the dtype float0 (JAX's tangent dtype for integers)."""
     rest = iter(nonzero)
     return [
         SymbolicZero(v.aval.to_tangent_aval())

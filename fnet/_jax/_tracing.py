@@ -1,5 +1,5 @@
-"""Functions for the active trace, for the name stacks and source lines of equations, and for the evaluation of
-primitives."""
+"""Functions for the active trace, for the name stacks and source lines of equations, and for the
+evaluation of primitives."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ _reshard = private(
     "jax._src.core.auto_insert_reshard", "operands that vary over different mesh axes"
 )
 
-# Not in the lazily imported module `kernels`, because JAX retraces all functions when a new user context is created.
+# Not in the lazily imported module `kernels`, because JAX retraces all functions when a new user
+# context is created.
 kernels_in_exports = jax.make_user_context(False)
-"""Whether exported programs contain kernels: `with kernels_in_exports(True): jax.export.export(...)`."""
+"""Whether exported programs contain kernels: `with kernels_in_exports(True):
+jax.export.export(...)`."""
 
 
 def trace_state():
     """Returns a value that identifies the current JAX trace.
 
-    Two calls of `trace_state` return equal values if and only if both calls run in the same trace, that is, inside the
-    same JAX transformations (scan, cond, vmap, jit, ...).
+    Two calls of `trace_state` return equal values if and only if both calls run in the same trace,
+    that is, inside the same JAX transformations (scan, cond, vmap, jit, ...).
     """
     return get_opaque_trace_state()
 
@@ -49,28 +51,29 @@ def outermost() -> bool:
 
 
 def vary_alike(*arrays):
-    """Converts arrays so that all of them vary over the same mesh axes, as shard_map requires for the operands of an
-    operation."""
+    """Converts arrays so that all of them vary over the same mesh axes, as shard_map requires for
+    the operands of an operation."""
     return _reshard(*arrays)
 
 
 def varies_over(x) -> frozenset:
-    """Returns the mesh axes over which an array varies, inside a shard_map that tracks these axes. `x` is an array, or
-    the abstract value of an array (`jax.typeof(array)`)."""
+    """Returns the mesh axes over which an array varies, inside a shard_map that tracks these axes.
+    `x` is an array, or the abstract value of an array (`jax.typeof(array)`)."""
     kind = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
 
 def zeros(shape: tuple, dtype: Any, axes: frozenset):
-    """Returns an array of zeros that `jax.lax.pcast` marks as varying over the mesh axes `axes`. Inside shard_map, the
-    initial carry of a scan must vary over the same mesh axes as the results of its iterations."""
+    """Returns an array of zeros that `jax.lax.pcast` marks as varying over the mesh axes `axes`.
+    Inside shard_map, the initial carry of a scan must vary over the same mesh axes as the results
+    of its iterations."""
     zeros = jax.numpy.zeros(shape, dtype)
     return jax.lax.pcast(zeros, tuple(sorted(axes, key=str)), to="varying") if axes else zeros
 
 
 def without_locations():
-    """Returns a context in which lowered programs contain no source lines, because source lines contain file paths of
-    this machine."""
+    """Returns a context in which lowered programs contain no source lines, because source lines
+    contain file paths of this machine."""
     return contextlib.nullcontext() if isinstance(_frames, Missing) else _frames(0)
 
 
@@ -78,14 +81,15 @@ def without_locations():
 
 
 def name_stack(eqn: Any) -> str:
-    """Returns the named scopes and transformations of an equation, such as "transpose(jvp(block))/fc"."""
+    """Returns the named scopes and transformations of an equation, such as
+    "transpose(jvp(block))/fc"."""
     return str(eqn.source_info.name_stack)
 
 
 def scope_entries(eqn: Any) -> tuple[tuple[str, int], ...]:
-    """Returns (name, id) for each named scope of an equation, from the outermost to the innermost scope. Each time a
-    program enters a `jax.named_scope`, JAX creates a scope object, and `id` is the Python id of this object. All
-    equations inside the scope have the same scope object."""
+    """Returns (name, id) for each named scope of an equation, from the outermost to the innermost
+    scope. Each time a program enters a `jax.named_scope`, JAX creates a scope object, and `id` is
+    the Python id of this object. All equations inside the scope have the same scope object."""
     return tuple(
         (entry.name, id(entry))
         for entry in eqn.source_info.name_stack.stack
@@ -94,16 +98,16 @@ def scope_entries(eqn: Any) -> tuple[tuple[str, int], ...]:
 
 
 def origin(eqn: Any) -> tuple:
-    """Returns three Python ids for an equation: the id of its name stack, the id of its traceback, and the id of its
-    attribute `ctx` (the JAX settings). Equations for which `origin` returns the same value have the same `name_stack`
-    and `equation_context`."""
+    """Returns three Python ids for an equation: the id of its name stack, the id of its traceback,
+    and the id of its attribute `ctx` (the JAX settings). Equations for which `origin` returns the
+    same value have the same `name_stack` and `equation_context`."""
     info = eqn.source_info
     return id(info.name_stack), id(info.traceback), id(eqn.ctx)
 
 
 def line(eqn: Any) -> str:
-    """Returns the line of the user's code that created an equation, such as "model.py:58 (forward)", or "" if it is
-    unknown."""
+    """Returns the line of the user's code that created an equation, such as "model.py:58
+    (forward)", or "" if it is unknown."""
     frame = _source_info.user_frame(eqn.source_info.traceback)
     return (
         ""
@@ -119,8 +123,9 @@ def current_names() -> Any:
 
 @contextlib.contextmanager
 def equation_context(eqn: Any, outer: Any):
-    """Returns a context in which new equations get the source line and the JAX settings (`ctx`) of the equation `eqn`.
-    The name stack of the new equations is `outer`, followed by the name stack of `eqn`."""
+    """Returns a context in which new equations get the source line and the JAX settings (`ctx`) of
+    the equation `eqn`. The name stack of the new equations is `outer`, followed by the name stack
+    of `eqn`."""
     names = outer + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
@@ -128,7 +133,8 @@ def equation_context(eqn: Any, outer: Any):
 
 @contextlib.contextmanager
 def names_context(outer: Any, name: str):
-    """Returns a context that replaces the active name stack by `outer`, followed by `name`, for new equations."""
+    """Returns a context that replaces the active name stack by `outer`, followed by `name`, for new
+    equations."""
     with _source_info.set_name_stack(outer.extend(name)):
         yield
 
@@ -139,9 +145,10 @@ def names_context(outer: Any, name: str):
 def bind_again(eqn: Any, arrays: list) -> list:
     """Returns the outputs of an equation, evaluated on `arrays`.
 
-    If JAX is tracing to a jaxpr, and the arrays have the types of the equation's inputs, `bind_again` appends a copy of
-    the equation to the jaxpr. Appending the copy of the equation takes half the time of a call of the primitive's
-    method `bind`, because JAX does not infer the output types again.
+    If JAX is tracing to a jaxpr, and the arrays have the types of the equation's inputs,
+    `bind_again` appends a copy of the equation to the jaxpr. Appending the copy of the equation
+    takes half the time of a call of the primitive's method `bind`, because JAX does not infer the
+    output types again.
     """
     primitive = eqn.primitive
     if (
@@ -173,20 +180,21 @@ def bind_again(eqn: Any, arrays: list) -> list:
 
 
 def _high(eqn: Any) -> bool:
-    """Whether JAX must expand an equation into other equations before compilation, which is the case for jnp.nonzero
-    and jnp.unique since jax 0.12. If a jaxpr contains an equation to expand, JAX sets the flag `is_high` of the jaxpr.
-    Appending a copy of an equation does not set `is_high`, so `bind_again` does not copy equations that JAX must
-    expand."""
+    """Whether JAX must expand an equation into other equations before compilation, which is the
+    case for jnp.nonzero and jnp.unique since jax 0.12. If a jaxpr contains an equation to expand,
+    JAX sets the flag `is_high` of the jaxpr. Appending a copy of an equation does not set
+    `is_high`, so `bind_again` does not copy equations that JAX must expand."""
     return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 
 def bind(primitive: Any, arrays: list, params: dict) -> list:
     """Evaluates a primitive and returns its outputs as a list.
 
-    While JAX linearizes a program, `bind` calls the primitive inside a `jax.jit` with inlining. JAX caches the
-    linearization of a jitted function, but not the linearization of a primitive. Therefore, `jax.jit` with inlining
-    reduces the time to linearize a program by two thirds. Because of the inlining, the traced program contains an
-    equation of the primitive, but no jit equation.
+    While JAX linearizes a program, `bind` calls the primitive inside a `jax.jit` with inlining. JAX
+    caches the linearization of a jitted function, but not the linearization of a primitive.
+    Therefore, `jax.jit` with inlining reduces the time to linearize a program by two thirds.
+    Because of the inlining, the traced program contains an equation of the primitive, but no jit
+    equation.
     """
     outputs = None
     if (
@@ -195,7 +203,8 @@ def bind(primitive: Any, arrays: list, params: dict) -> list:
         and primitive.name not in _NEVER_INLINED
     ):
         with contextlib.suppress(TypeError):  # some parameters are not hashable
-            # Params that are equal but not alike, such as a fill_value of 0.0 and of -0.0, are different programs.
+            # Params that are equal but not alike, such as a fill_value of 0.0 and of -0.0, are
+            # different programs.
             numbers = tuple(
                 repr(value) for value in params.values() if isinstance(value, (int, float, complex))
             )

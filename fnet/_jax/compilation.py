@@ -27,17 +27,19 @@ _started: dict[
 
 
 def install(store, *, shortest: float) -> bool:
-    """Makes JAX load compiled programs from `store` and save them to it, unless JAX already has a cache.
+    """Makes JAX load compiled programs from `store` and save them to it, unless JAX already has a
+    cache.
 
     Args:
-        store: an object with the attribute `path` and the methods `open()`, which returns whether the store can be
-            used, `get(key)`, which returns bytes or None, and `put(key, bytes)`.
+        store: an object with the attribute `path` and the methods `open()`, which returns whether
+            the store can be used, `get(key)`, which returns bytes or None, and `put(key, bytes)`.
         shortest: the minimum compilation time of a program that is saved, in seconds.
 
     Returns:
-        Whether JAX now loads compiled programs from `store`. The result is False if the user has disabled JAX's
-        compilation cache, or has selected another cache folder. If `store.open()` returns False, or if fnet cannot
-        change the storage of the compilation cache in this version of JAX, the result is False.
+        Whether JAX now loads compiled programs from `store`. The result is False if the user has
+        disabled JAX's compilation cache, or has selected another cache folder. If `store.open()`
+        returns False, or if fnet cannot change the storage of the compilation cache in this version
+        of JAX, the result is False.
     """
     if not _cache or not jax.config.jax_enable_compilation_cache:
         return False
@@ -71,9 +73,10 @@ def uninstall() -> None:
 
 
 def used() -> bytes:
-    """Returns a JSON description of the compiled programs that JAX has looked up in its cache since the last call of
-    `preload`. Programs for several devices and programs that call Python are omitted. The function `used` also discards
-    each program that `preload` has loaded, unless JAX has looked up this program."""
+    """Returns a JSON description of the compiled programs that JAX has looked up in its cache since
+    the last call of `preload`. Programs for several devices and programs that call Python are
+    omitted. The function `used` also discards each program that `preload` has loaded, unless JAX
+    has looked up this program."""
     for _, loaded in _started.values():
         loaded.cancel()
     _started.clear()
@@ -81,13 +84,14 @@ def used() -> bytes:
 
 
 def preload(programs: bytes) -> None:
-    """Loads the programs that an earlier process has used. A background thread loads the programs, while this process
-    traces its functions. JAX uses a loaded program only if this process looks up a program with the same cache key and
-    the same compile options as the earlier process. JAX traces all functions even if their compiled programs are
-    loaded.
+    """Loads the programs that an earlier process has used. A background thread loads the programs,
+    while this process traces its functions. JAX uses a loaded program only if this process looks up
+    a program with the same cache key and the same compile options as the earlier process. JAX
+    traces all functions even if their compiled programs are loaded.
 
     Args:
-        programs: a JSON description of the compiled programs of an earlier process, as returned by the function `used`.
+        programs: a JSON description of the compiled programs of an earlier process, as returned by
+            the function `used`.
     """
     _used.clear()
     if not _cache or _cache.get_executable_and_time is not _look_up:
@@ -107,8 +111,8 @@ def _load(key, options, device):
 
 
 def _look_up(key, options, backend, devices, *callbacks):
-    """Returns a compiled program that `preload` has loaded, or reads the program from the store. JAX calls `_look_up`
-    in place of its own function `get_executable_and_time`."""
+    """Returns a compiled program that `preload` has loaded, or reads the program from the store.
+    JAX calls `_look_up` in place of its own function `get_executable_and_time`."""
     if len(devices) > 1 or any(callbacks):
         return _read(key, options, backend, devices, *callbacks)
     serialized = options.SerializeAsString().hex()
@@ -125,11 +129,11 @@ def _look_up(key, options, backend, devices, *callbacks):
 
 
 def _save(*args):
-    """Writes a compiled program to the store, unless the program cannot be serialized. JAX calls `_save` in place of
-    its own function `put_executable_and_time`.
+    """Writes a compiled program to the store, unless the program cannot be serialized. JAX calls
+    `_save` in place of its own function `put_executable_and_time`.
 
-    jaxlib 0.12 cannot serialize programs that call oneDNN. For these programs, the serialization raises MemoryError,
-    even if enough memory is free.
+    jaxlib 0.12 cannot serialize programs that call oneDNN. For these programs, the serialization
+    raises MemoryError, even if enough memory is free.
     """
     with contextlib.suppress(MemoryError):
         _write(*args)

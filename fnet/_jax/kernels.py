@@ -1,4 +1,5 @@
-"""Calls JAX's attention kernels directly, without JAX's differentiable functions for them. Imported on first use."""
+"""Calls JAX's attention kernels directly, without JAX's differentiable functions for them. Imported
+on first use."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def _splash() -> tuple:
 
 
 def unavailable(platform: str) -> str | None:
-    """Returns the reason why this version of JAX has no attention kernel for `platform` ("cuda" or "tpu"), or None if
-    it has a kernel."""
+    """Returns the reason why this version of JAX has no attention kernel for `platform` ("cuda" or
+    "tpu"), or None if it has a kernel."""
     modules = (_cudnn(),) if platform == "cuda" else _splash()
     return next(
         (
@@ -50,16 +51,18 @@ def unavailable(platform: str) -> str | None:
 def tell_devices(*primitives: Any) -> None:
     """Makes JAX pass the devices of a program to the lowering rules of `primitives`.
 
-    If a program contains any of the `primitives`, JAX requires that the program uses a single mesh. The lowering rule
-    of an attention kernel needs the devices of the program only if the kernel runs on several GPUs. Attention kernels
-    on GPUs require JAX's CUDA plugin, so `tell_devices` has no effect without this plugin.
+    If a program contains any of the `primitives`, JAX requires that the program uses a single mesh.
+    The lowering rule of an attention kernel needs the devices of the program only if the kernel
+    runs on several GPUs. Attention kernels on GPUs require JAX's CUDA plugin, so `tell_devices` has
+    no effect without this plugin.
     """
     if _cuda_versions():
         _dispatch.prim_requires_devices_during_lowering.update(primitives)
 
 
 def _cuda_versions() -> Any:
-    """Returns JAX's module with the versions of the CUDA libraries, or None without JAX's CUDA plugin."""
+    """Returns JAX's module with the versions of the CUDA libraries, or None without JAX's CUDA
+    plugin."""
     return private("jax._src.lib.cuda_versions", "cuDNN's attention")
 
 
@@ -74,13 +77,14 @@ CUSTOM_CALLS = (
 
 
 def partitioning(ctx: Any) -> str:
-    """Returns a string, such as "whole", that states how XLA distributes an equation over devices. `ctx` is the context
-    that JAX passes to the lowering rule of the equation.
+    """Returns a string, such as "whole", that states how XLA distributes an equation over devices.
+    `ctx` is the context that JAX passes to the lowering rule of the equation.
 
     Returns:
-        "portable": the program is exported, or lowered for several platforms, so the platform is not known. "whole":
-        the equation runs on one device, or on the shards of a shard_map. "split": XLA partitions the equation.
-        "unknown": XLA partitions the equation, but the devices are not known yet.
+        "portable": the program is exported, or lowered for several platforms, so the platform is
+        not known. "whole": the equation runs on one device, or on the shards of a shard_map.
+        "split": XLA partitions the equation. "unknown": XLA partitions the equation, but the
+        devices are not known yet.
     """
     for_export = ctx.module_context.lowering_parameters.for_export and not kernels_in_exports.value
     if for_export or len(ctx.module_context.platforms) > 1:
@@ -100,19 +104,22 @@ def partitioning(ctx: Any) -> str:
 
 
 def cudnn_version() -> int | None:
-    """Returns the version of cuDNN that JAX uses, such as 90100 for 9.1.0, or None if there is no cuDNN."""
+    """Returns the version of cuDNN that JAX uses, such as 90100 for 9.1.0, or None if there is no
+    cuDNN."""
     versions = _cuda_versions()
     return versions.cudnn_get_version() if versions else None
 
 
 def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True) -> list:
-    """Computes cuDNN's flash attention. The inputs q [b, t, h, d] and k, v [b, s, g, d] have a 16-bit dtype.
+    """Computes cuDNN's flash attention. The inputs q [b, t, h, d] and k, v [b, s, g, d] have a
+    16-bit dtype.
 
-    If the arguments `rest` are not passed, the function computes the forward pass of attention. The forward pass
-    returns the output and, if `residuals` is true, the logsumexp of the attention logits, [b, h, t]. If the arguments
-    `rest` are passed, the function computes the backward pass of attention, which returns the gradients of q, k and v.
-    For the backward pass, the arguments `rest` are, in this order, the logsumexp of the attention logits, the output,
-    and the gradient of the output.
+    If the arguments `rest` are not passed, the function computes the forward pass of attention. The
+    forward pass returns the output and, if `residuals` is true, the logsumexp of the attention
+    logits, [b, h, t]. If the arguments `rest` are passed, the function computes the backward pass
+    of attention, which returns the gradients of q, k and v. For the backward pass, the arguments
+    `rest` are, in this order, the logsumexp of the attention logits, the output, and the gradient
+    of the output.
     """
     fused = _cudnn()
     name = "dot_product_attention_bwd" if rest else "dot_product_attention_fwd"
@@ -174,14 +181,16 @@ def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residu
 def splash_attention(
     q, k, v, lengths, *rest, causal, window, block, residuals=True, interpret=False
 ) -> Any:
-    """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t, d] and k, v [g, s,
-    d]. The function does not scale the attention logits, so the caller must pass scaled queries q.
+    """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t,
+    d] and k, v [g, s, d]. The function does not scale the attention logits, so the caller must pass
+    scaled queries q.
 
-    If the arguments `rest` are not passed, the function computes the forward pass of attention. The forward pass
-    returns the output and, if `residuals` is true, the logsumexp of the attention logits, [h, t]. If the arguments
-    `rest` are passed, the function computes the backward pass of attention, which returns the gradients of q, k and v.
-    For the backward pass, the arguments `rest` are, in this order, the output, the logsumexp of the attention logits,
-    and the gradient of the output.
+    If the arguments `rest` are not passed, the function computes the forward pass of attention. The
+    forward pass returns the output and, if `residuals` is true, the logsumexp of the attention
+    logits, [h, t]. If the arguments `rest` are passed, the function computes the backward pass of
+    attention, which returns the gradients of q, k and v. For the backward pass, the arguments
+    `rest` are, in this order, the output, the logsumexp of the attention logits, and the gradient
+    of the output.
     """
     splash, kernels, check_vma = _splash()
     shape = q.shape[1], k.shape[1]

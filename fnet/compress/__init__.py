@@ -2,19 +2,21 @@
 
     from fnet import compress
 
-    params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
+    params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed":
+    compress.Int8(axes=-1)})
     params = compress.lora(key, params, {"blocks/attention/.*": 8})
     logits = ft.use_implicit_arrays(model)(params, x)
 
     shrunk = compress.shrink(model, params, x, fraction=0.5)
     logits = shrunk.f(shrunk.params, x)
 
-`quantize` and `lora` return a tree of parameters in which some leaves are implicit arrays (`ImplicitArray`). An
-implicit array represents a parameter that is computed from several plain arrays. For example, a quantized matrix is
-computed from codes and scales. An implicit array is a pytree, and its leaves are the plain arrays. A tree with implicit
-arrays, such as quantized parameters, can be sharded and saved like a tree of plain arrays. For a model f,
-`ft.use_implicit_arrays(f)` is a function that also accepts implicit arrays as parameters, and that can be compiled and
-differentiated.
+`quantize` and `lora` return a tree of parameters in which some leaves are implicit arrays
+(`ImplicitArray`). An implicit array represents a parameter that is computed from several plain
+arrays. For example, a quantized matrix is computed from codes and scales. An implicit array is a
+pytree, and its leaves are the plain arrays. A tree with implicit arrays, such as quantized
+parameters, can be sharded and saved like a tree of plain arrays. For a model f,
+`ft.use_implicit_arrays(f)` is a function that also accepts implicit arrays as parameters, and that
+can be compiled and differentiated.
 """
 
 from fnet.compress._advise import Advice, Advised, advise

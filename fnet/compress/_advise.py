@@ -1,4 +1,5 @@
-"""Recommends quantization formats for parameters, based on the time of each matrix product or convolution on a chip."""
+"""Recommends quantization formats for parameters, based on the time of each matrix product or
+convolution on a chip."""
 
 from __future__ import annotations
 
@@ -39,11 +40,14 @@ class Advised:
 
     Attributes:
         path: the path of the parameter.
-        product: the matrix products (or convolutions) that use the parameter: their number and shapes, as text.
-        bytes: the size of the parameter in each format, {name of the format: bytes}. The name "original" means the
-            original dtype of the parameter. Formats that cannot represent the parameter have no entry.
-        seconds: the time of these matrix products (or convolutions) in each format, {name as in `bytes`: seconds}.
-        format: the advised format, or None if the parameter should not be quantized.
+        product: the matrix products (or convolutions) that use the parameter: their number and
+            shapes, as text.
+        bytes: the size of the parameter in each format, {name of the format: bytes}. The name
+            "original" means the original dtype of the parameter. Formats that cannot represent the
+            parameter have no entry.
+        seconds: the time of these matrix products (or convolutions) in each format, {name as in
+        `bytes`: seconds}. format: the advised format, or None if the parameter should not be
+        quantized.
         reason: the reason why `format` is advised.
 
     >>> from fnet import compress
@@ -62,16 +66,18 @@ class Advised:
 
 @dataclasses.dataclass(frozen=True)
 class Advice(Mapping):
-    """The result of `advise`, a mapping {pattern: format} that can be passed to `quantize` as the recipe. `print` shows
-    an `Advice` as a table.
+    """The result of `advise`, a mapping {pattern: format} that can be passed to `quantize` as the
+    recipe. `print` shows an `Advice` as a table.
 
     Attributes:
         chip: the chip for which the formats are advised.
-        measured: True if times were measured on the chip, False if they are estimated from the peak rates of the chip.
-        rows: one `Advised` for each parameter that is an operand of a matrix product or convolution.
+        measured: True if times were measured on the chip, False if they are estimated from the peak
+        rates of the chip. rows: one `Advised` for each parameter that is an operand of a matrix
+        product or convolution.
         formats: the formats that were considered, {name: format}.
-        before: the time of the function with the original parameters, in seconds, or None if the time is unknown.
-        after: the time of the function with the parameters quantized as advised, in seconds, or None if it is unknown.
+        before: the time of the function with the original parameters, in seconds, or None if the
+        time is unknown. after: the time of the function with the parameters quantized as advised,
+        in seconds, or None if it is unknown.
 
     >>> from fnet import compress
     >>> params = {"k1": jnp.ones((8, 8)), "k2": jnp.ones((8, 8)), "k3": jnp.ones((8, 8))}
@@ -106,10 +112,12 @@ class Advice(Mapping):
         )
 
     def predict(self, params: Any) -> float | None:
-        """Predicts the time of the function, in seconds, with other parameters, for example the result of `quantize`.
+        """Predicts the time of the function, in seconds, with other parameters, for example the
+        result of `quantize`.
 
         Raises:
-            ValueError: a parameter is quantized in a format that is not one of the formats that `advise` compared.
+            ValueError: a parameter is quantized in a format that is not one of the formats that
+                `advise` compared.
         """
         formats = {}
         for path, leaf in leaves_by_path(params).items():
@@ -117,19 +125,22 @@ class Advice(Mapping):
                 formats[path] = label(leaf.format)
                 if formats[path] not in self.formats:
                     raise ValueError(
-                        f"Advice.predict: {path} has the format {formats[path]}; the advice considered "
+                        f"Advice.predict: {path} has the format {formats[path]}; the advice "
+                        f"considered "
                         f"{', '.join(self.formats)}; pass advise(..., formats=)"
                     )
         return self._total(formats)
 
     def _total(self, formats):
-        """Predicts the time of the function with quantized parameters, in seconds. `formats` is {path of a parameter:
-        name of its format}. Only the time of matrix products and convolutions is assumed to depend on the formats."""
+        """Predicts the time of the function with quantized parameters, in seconds. `formats` is
+        {path of a parameter: name of its format}. Only the time of matrix products and convolutions
+        is assumed to depend on the formats."""
         if self.before is None:
             return None
         old = sum(row.seconds[_ORIGINAL] for row in self.rows)
         new = sum(row.seconds[formats.get(row.path, _ORIGINAL)] for row in self.rows)
-        # The sum of separate products may take longer than the function, which is then assumed to have only products.
+        # The sum of separate products may take longer than the function, which is then assumed to
+        # have only products.
         return self.before - old + new if old <= self.before else self.before * new / old
 
     def __str__(self) -> str:
@@ -144,42 +155,51 @@ def advise(
     formats: Sequence[Format] | None = None,
     measure: bool | None = None,
 ) -> Advice:
-    """Advises which parameters to quantize, and in which formats, so that a function becomes faster on a chip.
+    """Advises which parameters to quantize, and in which formats, so that a function becomes faster
+    on a chip.
 
         advice = compress.advise(model, params, tokens)
         print(advice)
         small = compress.quantize(params, advice)
 
-    On the local chip, `advise` measures the time of each matrix product (or convolution) with a parameter, in each
-    format of the parameter. The measurement uses several copies of the parameter, so that the parameter is not read
-    from a cache. The measured program also contains elementwise operations before and after the matrix product, because
-    XLA fuses rounding and scaling with elementwise operations. `advise` also times the whole function with the original
-    parameters, and with the parameters in each format. XLA may fuse operations in the whole function differently than
-    around a single matrix product. Therefore, the times of all matrix products in a format are multiplied by one
-    correction factor, to agree with the measured time of the whole function. For chips other than the local chip,
-    `advise` estimates the time of a matrix product as max(FLOPs / peak rate, bytes / bandwidth), plus the time to
-    dequantize the parameter and to quantize the activations, if the format requires these operations.
+    On the local chip, `advise` measures the time of each matrix product (or convolution) with a
+    parameter, in each format of the parameter. The measurement uses several copies of the
+    parameter, so that the parameter is not read from a cache. The measured program also contains
+    elementwise operations before and after the matrix product, because XLA fuses rounding and
+    scaling with elementwise operations. `advise` also times the whole function with the original
+    parameters, and with the parameters in each format. XLA may fuse operations in the whole
+    function differently than around a single matrix product. Therefore, the times of all matrix
+    products in a format are multiplied by one correction factor, to agree with the measured time of
+    the whole function. For chips other than the local chip, `advise` estimates the time of a matrix
+    product as max(FLOPs / peak rate, bytes / bandwidth), plus the time to dequantize the parameter
+    and to quantize the activations, if the format requires these operations.
 
-    `advise` recommends the fastest format for a parameter only if this format reduces the time of the matrix products
-    with the parameter to at most 97 % of the original time. `advise` does not consider the accuracy of the function, so
-    measure the accuracy separately. Statistics from `calibrate` can improve the accuracy of quantized parameters. If
-    more than two parameters are operands of matrix products or convolutions, `advise` does not quantize the parameters
-    of the first and the last of these operations, because rounding these parameters affects the outputs most.
+    `advise` recommends the fastest format for a parameter only if this format reduces the time of
+    the matrix products with the parameter to at most 97 % of the original time. `advise` does not
+    consider the accuracy of the function, so measure the accuracy separately. Statistics from
+    `calibrate` can improve the accuracy of quantized parameters. If more than two parameters are
+    operands of matrix products or convolutions, `advise` does not quantize the parameters of the
+    first and the last of these operations, because rounding these parameters affects the outputs
+    most.
 
     Args:
         f: `f(params, *args)`, a model of any library.
-        params: the parameters of f. `advise` ignores biases, norm scales and implicit arrays (such as `Quantized`).
-        *args: the other arguments of f. If the arguments of f are `jax.ShapeDtypeStruct`s, nothing is measured.
+        params: the parameters of f. `advise` ignores biases, norm scales and implicit arrays (such
+        as `Quantized`). *args: the other arguments of f. If the arguments of f are
+        `jax.ShapeDtypeStruct`s, nothing is measured.
         chip: a `hardware.Chip`, a device or a device kind. Default: the first local device.
-        formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and Int4(group=32).
-        measure: whether to measure times (default: True if the arguments are arrays and `chip` is the local chip).
+        formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and
+            Int4(group=32).
+        measure: whether to measure times (default: True if the arguments are arrays and `chip` is
+            the local chip).
 
     Returns:
-        An `Advice`, a mapping {pattern of parameter paths: format}, which can be passed to `quantize`.
+        An `Advice`, a mapping {pattern of parameter paths: format}, which can be passed to
+        `quantize`.
 
     Raises:
-        ValueError: no matrix product or convolution in f has a parameter, or `measure=True` is passed without arrays.
-        TypeError: a format is none of `Int8`, `Int4`, `NF4` and `Float8`.
+        ValueError: no matrix product or convolution in f has a parameter, or `measure=True` is
+        passed without arrays. TypeError: a format is none of `Int8`, `Int4`, `NF4` and `Float8`.
 
     >>> from fnet import compress
     >>> params = {"k1": jnp.ones((8, 256)), "k2": jnp.ones((256, 4096)), "k3": jnp.ones((4096, 8))}
@@ -199,7 +219,8 @@ def advise(
     )
     if measure and not arrays:
         raise ValueError(
-            "advise: measure=True needs arrays, got jax.ShapeDtypeStructs; pass arrays, or measure=False"
+            "advise: measure=True needs arrays, got jax.ShapeDtypeStructs; pass arrays, or "
+            "measure=False"
         )
     measure = (
         arrays and (chip.name, chip.kind) == (here.name, here.kind) if measure is None else measure
@@ -246,13 +267,15 @@ def advise(
 
 
 def label(format: Format) -> str:
-    """Returns the name of a format in a table, such as "Int8 dynamic", without the axes and the group of the format."""
+    """Returns the name of a format in a table, such as "Int8 dynamic", without the axes and the
+    group of the format."""
     activations = getattr(format, "activations", None)
     return type(format).__name__ + ("" if activations is None else f" {activations}")
 
 
 def _uncalibrated(format: Format) -> tuple[Format, bool]:
-    """Returns a format that needs no statistics of activations, and whether it differs from the given format."""
+    """Returns a format that needs no statistics of activations, and whether it differs from the
+    given format."""
     calibrated = getattr(format, "activations", None) in METHODS
     return (
         dataclasses.replace(format, activations="dynamic") if calibrated else format
@@ -260,8 +283,9 @@ def _uncalibrated(format: Format) -> tuple[Format, bool]:
 
 
 def _fitted(format, product) -> Format | None:
-    """Sets the axes of a quantization format to the contracted axes of a parameter, and `group` (if set) to a divisor
-    of the size of the last contracted axis. Returns None if the format cannot represent the parameter."""
+    """Sets the axes of a quantization format to the contracted axes of a parameter, and `group` (if
+    set) to a divisor of the size of the last contracted axis. Returns None if the format cannot
+    represent the parameter."""
     n, group = product.w.shape[product.axes[-1]], format.group
     if format.bits == 4 and n % 2:
         return None
@@ -313,7 +337,8 @@ def _default_axes(leaf) -> tuple[int, ...]:
 
 
 def _bytes(leaf, format) -> int:
-    """Returns the number of bytes of a quantized parameter: its codes (numbers of few bits) and scales."""
+    """Returns the number of bytes of a quantized parameter: its codes (numbers of few bits) and
+    scales."""
     stored, _ = _uncalibrated(format)
     shape = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
     return size(jax.eval_shape(lambda w: quantize({"kernel": w}, {"kernel": stored}), shape))
@@ -325,10 +350,11 @@ def _bytes(leaf, format) -> int:
 def _probed(
     product: Product, candidates: Mapping[str, Format], *, returned: bool
 ) -> dict[str, float]:
-    """Measures the seconds of one matrix product or convolution, for the original parameter and each candidate format.
-    In a network, XLA fuses the rounding of inputs and the scaling of outputs with neighboring elementwise operations.
-    Therefore, the measured program applies a relu before the matrix product. A relu is also applied to the result of
-    the matrix product, unless the user's function returns this result (`returned` is True)."""
+    """Measures the seconds of one matrix product or convolution, for the original parameter and
+    each candidate format. In a network, XLA fuses the rounding of inputs and the scaling of outputs
+    with neighboring elementwise operations. Therefore, the measured program applies a relu before
+    the matrix product. A relu is also applied to the result of the matrix product, unless the
+    user's function returns this result (`returned` is True)."""
     one = product.w.size * product.w.dtype.itemsize
     copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))
     keys = jax.random.split(jax.random.key(0), 2)
@@ -358,8 +384,9 @@ def _probed(
 
 
 def _encoded(w, format, layers: int) -> Quantized:
-    """Quantizes `w` to `format` for time measurements. The first `layers` axes of `w` are those of a stack of layers.
-    If the format needs statistics of activations, the scale of the activations is an arbitrary constant."""
+    """Quantizes `w` to `format` for time measurements. The first `layers` axes of `w` are those of
+    a stack of layers. If the format needs statistics of activations, the scale of the activations
+    is an arbitrary constant."""
     stored, calibrated = _uncalibrated(format)
     array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
     if calibrated:
@@ -373,8 +400,9 @@ def _encoded(w, format, layers: int) -> Quantized:
 
 
 def _measured(f, params, args, rows, named, found) -> tuple[float, dict[tuple[str, str], float]]:
-    """Returns the time of f in seconds, and factors {(path of a parameter, name of a format): factor} for the times of
-    single products. With the factors, `Advice._total` returns measured times of f, unless a factor is raised to 0.1."""
+    """Returns the time of f in seconds, and factors {(path of a parameter, name of a format):
+    factor} for the times of single products. With the factors, `Advice._total` returns measured
+    times of f, unless a factor is raised to 0.1."""
     ends = {found[0].path, found[-1].path} if len(rows) > 2 else set()
     within = {
         name: [row for row in rows if name in row.seconds and row.path not in ends]
@@ -407,7 +435,8 @@ def _seconds(run, trees, args) -> dict[str, float]:
 
 
 def _in_format(params, format, paths, found) -> Any:
-    """Returns the tree `params`, in which the parameters at the paths `paths` are quantized to the format `format`."""
+    """Returns the tree `params`, in which the parameters at the paths `paths` are quantized to the
+    format `format`."""
     first = {product.path: product for product in reversed(found)}
 
     def change(path, leaf):
@@ -426,8 +455,9 @@ def _in_format(params, format, paths, found) -> Any:
 def _estimated(
     product: Product, candidates: Mapping[str, Format], chip: hw.Chip
 ) -> dict[str, float]:
-    """Estimates the seconds of one matrix product or convolution, with the original parameter and in each format of
-    `candidates`. The result lacks formats for which the peak rate of the chip is unknown."""
+    """Estimates the seconds of one matrix product or convolution, with the original parameter and
+    in each format of `candidates`. The result lacks formats for which the peak rate of the chip is
+    unknown."""
     moved = product.x.size * product.x.dtype.itemsize + product.y.size * product.y.dtype.itemsize
     vector = chip.peaks.get("fp32", math.inf)  # not in the catalog for TPUs
     seconds = {}

@@ -20,7 +20,8 @@ from fnet.compress._wrapped import Wrapped
 from fnet.jaxpr import is_implicit, tag
 from fnet.transforms import capture, sites, use_implicit_arrays
 
-# The histogram has 32 bins for each factor of two, so that a bound read from it is at most 2.2 % too large.
+# The histogram has 32 bins for each factor of two, so that a bound read from it is at most 2.2 %
+# too large.
 _BINS, _PER_OCTAVE, _LOWEST = 1920, 32, -30
 _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\d ]+)(?:#\d+)?")
 
@@ -32,27 +33,33 @@ _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\
 )
 @dataclasses.dataclass(frozen=True)
 class InputStatistics:
-    """Statistics of the inputs (activations) that are multiplied by one parameter, recorded by `calibrate`.
+    """Statistics of the inputs (activations) that are multiplied by one parameter, recorded by
+    `calibrate`.
 
-    In a matrix product of an input x and the parameter, x consists of rows of n elements, where n is the number of
-    elements over which the matrix product sums. For a convolution, the statistics treat each element of the input as a
-    separate row of one element (n = 1). If a scan iterates over the first axes of the parameter, such as the layers of
-    a `Stack`, the statistics are separate for each index of these axes. In the shapes of the attributes, `lead` denotes
-    the sizes of the parameter's axes over which a scan iterates.
+    In a matrix product of an input x and the parameter, x consists of rows of n elements, where n
+    is the number of elements over which the matrix product sums. For a convolution, the statistics
+    treat each element of the input as a separate row of one element (n = 1). If a scan iterates
+    over the first axes of the parameter, such as the layers of a `Stack`, the statistics are
+    separate for each index of these axes. In the shapes of the attributes, `lead` denotes the sizes
+    of the parameter's axes over which a scan iterates.
 
     Attributes:
-        rows: the number of recorded rows of activations, separately for each layer of a scan, an array [*lead].
-        largest: the largest magnitude of all elements of all recorded rows, separately for each layer of a scan, an
+        rows: the number of recorded rows of activations, separately for each layer of a scan, an
+        array [*lead]. largest: the largest magnitude of all elements of all recorded rows,
+        separately for each layer of a scan, an
             array [*lead].
-        magnitude: the mean magnitude over all rows, for each of the n elements of a row, an array [*lead, n].
-        histogram: the number of elements whose magnitude is in each bin, an array [*lead, 1920]. `bounds` contains the
+        magnitude: the mean magnitude over all rows, for each of the n elements of a row, an array
+        [*lead, n]. histogram: the number of elements whose magnitude is in each bin, an array
+        [*lead, 1920]. `bounds` contains the
             upper bounds of the histogram's bins.
-        gram: the sum of x^T x over all rows x, an array [*lead, n, n]. `gram` is None for convolutions. `gram` is
+        gram: the sum of x^T x over all rows x, an array [*lead, n, n]. `gram` is None for
+            convolutions. `gram` is
             also None if `calibrate` was called with `gram=False`.
-        axes: the axes of the parameter over which matrix products or convolutions sum, counted from the end (negative).
-        conflict: "" if all matrix products with the parameter sum over the same axes, otherwise an error message. If
-            matrix products sum over different axes of the parameter, the statistics describe only the matrix products
-            that sum over `axes`.
+        axes: the axes of the parameter over which matrix products or convolutions sum, counted from
+        the end (negative). conflict: "" if all matrix products with the parameter sum over the same
+        axes, otherwise an error message. If
+            matrix products sum over different axes of the parameter, the statistics describe only
+            the matrix products that sum over `axes`.
 
     >>> from fnet import compress
     >>> x, params = jnp.array([[1.0, -3.0]]), {"kernel": jnp.ones((2, 3))}
@@ -75,13 +82,15 @@ class InputStatistics:
         return 2.0 ** (_LOWEST + np.arange(1, _BINS + 1) / _PER_OCTAVE)
 
     def bound(self, method: str) -> np.ndarray:
-        """Returns the bound at which inputs are clipped when they are rounded to 8 bits, as an array [*lead].
+        """Returns the bound at which inputs are clipped when they are rounded to 8 bits, as an
+        array [*lead].
 
         An input that is equal to the bound is rounded to the largest 8-bit code, 127.
 
         Args:
-            method: "absmax": the largest recorded magnitude. "percentile": the bound below which 99.99 % of the
-                magnitudes are. "mse": the bound with the least mean squared error of rounding and clipping to 8 bits.
+            method: "absmax": the largest recorded magnitude. "percentile": the bound below which
+                99.99 % of the magnitudes are. "mse": the bound with the least mean squared error of
+                rounding and clipping to 8 bits.
         """
         largest, counts, bounds = (
             np.asarray(self.largest),
@@ -112,15 +121,17 @@ class InputStatistics:
 )
 @dataclasses.dataclass(frozen=True)
 class _Observed(Wrapped):
-    """A wrapper of a parameter that computes statistics of the activations that are multiplied by the parameter. `tag`
-    gives the statistics a name, so that `ft.capture` can record them.
+    """A wrapper of a parameter that computes statistics of the activations that are multiplied by
+    the parameter. `tag` gives the statistics a name, so that `ft.capture` can record them.
 
     Attributes:
-        rows: an integer array with the number of each row (along the last axis) of the whole parameter. A scan slices
-            it together with the parameter, so it tells which layer the parameter is.
+        rows: an integer array with the number of each row (along the last axis) of the whole
+            parameter. A scan slices it together with the parameter, so it tells which layer the
+            parameter is.
         leaf: the index of the parameter among the leaves of the tree.
-        original: the number of axes of the whole parameter, before a scan slices it. Inside a scan over stacked layers,
-            the wrapped parameter has fewer axes, because it lacks the axes over which the scan iterates.
+        original: the number of axes of the whole parameter, before a scan slices it. Inside a scan
+            over stacked layers, the wrapped parameter has fewer axes, because it lacks the axes
+            over which the scan iterates.
         gram: whether to compute x^T x.
     """
 
@@ -161,29 +172,34 @@ class _Observed(Wrapped):
 def calibrate(
     f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = True
 ) -> dict[str, InputStatistics]:
-    """Runs a function on example batches, and records statistics of the activations that are multiplied by parameters.
+    """Runs a function on example batches, and records statistics of the activations that are
+    multiplied by parameters.
 
         stats = compress.calibrate(model, params, [tokens1, tokens2])
         params = compress.quantize(params, {"blocks": compress.Int4()}, stats=stats)
 
     Args:
         f: `f(params, *batch)`, a model of any library, or a loss.
-        params: a tree of arrays. No statistics are recorded for parameters with fewer than two axes, for parameters
-            named bias, scale, b or offset, and for implicit arrays, such as quantized arrays.
-        batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array if there is one
-            other argument. To compute scales of activations from the statistics, pass batches with a few hundred rows
-            of activations in total. To correct rounding errors (`gram=True`), pass batches with more than n rows of
-            activations in total, where n is the number of elements of a row.
-        gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct rounding errors. For
-            rows of n elements, the sum of x^T x has n^2 elements. Default True.
+        params: a tree of arrays. No statistics are recorded for parameters with fewer than two
+            axes, for parameters named bias, scale, b or offset, and for implicit arrays, such as
+            quantized arrays.
+        batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array
+            if there is one other argument. To compute scales of activations from the statistics,
+            pass batches with a few hundred rows of activations in total. To correct rounding errors
+            (`gram=True`), pass batches with more than n rows of activations in total, where n is
+            the number of elements of a row.
+        gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct
+            rounding errors. For rows of n elements, the sum of x^T x has n^2 elements. Default
+            True.
 
     Returns:
-        {path of a parameter: `InputStatistics`}, for the parameters that f uses in matrix products or convolutions.
-        Matrix products and convolutions inside while loops and inside branches of `lax.cond` are not recorded.
+        {path of a parameter: `InputStatistics`}, for the parameters that f uses in matrix products
+        or convolutions. Matrix products and convolutions inside while loops and inside branches of
+        `lax.cond` are not recorded.
 
     Raises:
-        ValueError: `batches` is empty, f has no matrix product or convolution with a parameter, or a recorded
-            activation, or a sum of x^T x, is NaN or infinite.
+        ValueError: `batches` is empty, f has no matrix product or convolution with a parameter, or
+            a recorded activation, or a sum of x^T x, is NaN or infinite.
 
     >>> from fnet import compress
     >>> params = {"kernel": jnp.ones((2, 3))}
@@ -246,13 +262,14 @@ def _recorder(evaluate, names):
 
 
 def _add(total, paths, match, found, number) -> None:
-    """Adds the statistics of one matrix product or convolution on batch `number` to `total`, {path of a parameter:
-    statistics}."""
+    """Adds the statistics of one matrix product or convolution on batch `number` to `total`, {path
+    of a parameter: statistics}."""
     path, leaf = paths[int(match["leaf"])]
     if wrong := [name for name, x in found.items() if not np.isfinite(x).all()]:
         what = "the sum of x^T x over the inputs x" if wrong == ["gram"] else "an input"
         raise ValueError(
-            f"calibrate: batch {number}: {what} of {path} is NaN or infinite; pass batches on which the "
+            f"calibrate: batch {number}: {what} of {path} is NaN or infinite; pass batches on "
+            f"which the "
             "function is finite"
         )
     count = int(match["lead"])
@@ -274,10 +291,11 @@ def _add(total, paths, match, found, number) -> None:
 
 
 def _reduced(x, layers, lead, operation):
-    """Combines captured statistics x [*iterations, ...] of one layer by `operation`. The result is [*lead, ...].
+    """Combines captured statistics x [*iterations, ...] of one layer by `operation`. The result is
+    [*lead, ...].
 
-    `layers` [*iterations] is the layer of the parameter that each iteration used. The sizes of scans do not tell: a
-    scan over time steps may be as long as the scan over layers inside it.
+    `layers` [*iterations] is the layer of the parameter that each iteration used. The sizes of
+    scans do not tell: a scan over time steps may be as long as the scan over layers inside it.
     """
     x = np.asarray(x, np.float32 if operation is np.maximum else np.float64)
     trailing = x.shape[layers.ndim :]

@@ -20,20 +20,21 @@ def distillation_loss(
 ) -> jax.Array:
     """Computes the loss of a student that learns from a teacher's logits and from labels.
 
-        weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight) cross_entropy(logits, labels)
+        weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight)
+        cross_entropy(logits, labels)
 
-    The factor T^2 keeps the size of the gradient of the KL divergence independent of the temperature T. No gradient
-    flows to the teacher's logits.
+    The factor T^2 keeps the size of the gradient of the KL divergence independent of the
+    temperature T. No gradient flows to the teacher's logits.
 
     Args:
         logits: the logits of the student, [..., classes].
         teacher_logits: the logits of the teacher, [..., classes].
-        labels: the correct classes, integers [...]. Default None: the loss is T^2 times the KL divergence, without the
-            cross entropy.
-        temperature: the temperature T, a number above 0. Default 4. With a larger T, the student learns more about the
-            classes to which the teacher gives a low probability.
-        weight: the weight of the KL divergence, a number in [0, 1]. The weight of the cross entropy is 1 - `weight`.
-            Default 0.9.
+        labels: the correct classes, integers [...]. Default None: the loss is T^2 times the KL
+            divergence, without the cross entropy.
+        temperature: the temperature T, a number above 0. Default 4. With a larger T, the student
+            learns more about the classes to which the teacher gives a low probability.
+        weight: the weight of the KL divergence, a number in [0, 1]. The weight of the cross entropy
+            is 1 - `weight`. Default 0.9.
 
     Returns:
         The losses [...], in nats.
@@ -50,12 +51,14 @@ def distillation_loss(
     """
     if logits.shape != teacher_logits.shape:
         raise ValueError(
-            f"distillation_loss: expected logits of one shape, got {logits.shape} of the student and "
+            f"distillation_loss: expected logits of one shape, got {logits.shape} of the student "
+            f"and "
             f"{teacher_logits.shape} of the teacher"
         )
     if not temperature > 0 or not 0 <= weight <= 1:
         raise ValueError(
-            f"distillation_loss: expected temperature > 0 and weight in [0, 1]; got {temperature} and "
+            f"distillation_loss: expected temperature > 0 and weight in [0, 1]; got {temperature} "
+            f"and "
             f"{weight}"
         )
     teacher = jax.nn.log_softmax(lax.stop_gradient(teacher_logits) / temperature)
@@ -80,16 +83,19 @@ def hidden_loss(
         loss = compress.hidden_loss(seen, wanted, {"blocks": "encoder"}, {"blocks": projection})
 
     Args:
-        student, teacher: the captured values, {name of a value: value}. The captured values are the second result of
-            the function that `ft.capture` returns. No gradient flows to the values of the teacher.
+        student, teacher: the captured values, {name of a value: value}. The captured values are the
+            second result of the function that `ft.capture` returns. No gradient flows to the values
+            of the teacher.
         pairs: {name of a value of the student: name of a value of the teacher}.
-        projections: {name of a value of the student: matrix [student's features, teacher's features]}, for values whose
-            number of features differs between student and teacher. A value of the student is multiplied by its matrix
-            in `projections` before the comparison with the teacher's value. Train the matrices (`projections`) together
-            with the parameters of the student. Default: none.
+        projections: {name of a value of the student: matrix [student's features, teacher's
+            features]}, for values whose number of features differs between student and teacher. A
+            value of the student is multiplied by its matrix in `projections` before the comparison
+            with the teacher's value. Train the matrices (`projections`) together with the
+            parameters of the student. Default: none.
 
     Returns:
-        A scalar: the mean squared difference between the values of each pair, averaged over the pairs.
+        A scalar: the mean squared difference between the values of each pair, averaged over the
+        pairs.
 
     Raises:
         KeyError: a value that `pairs` names was not captured.
@@ -119,7 +125,8 @@ def hidden_loss(
         if value.shape != wanted.shape:
             raise ValueError(
                 f"hidden_loss: {mine!r} has the shape {value.shape}, {theirs!r} of the teacher "
-                f"{wanted.shape}; pass projections={{{mine!r}: matrix}} for other numbers of features"
+                f"{wanted.shape}; pass projections={{{mine!r}: matrix}} for other numbers of "
+                f"features"
             )
         losses.append(jnp.square(value - wanted).mean())
     return sum(losses) / len(losses)

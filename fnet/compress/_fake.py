@@ -26,17 +26,19 @@ from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
 )
 @dataclasses.dataclass(frozen=True)
 class FakeQuantized(ImplicitArray):
-    """A trainable parameter that is rounded when a program uses it, for quantization-aware training.
+    """A trainable parameter that is rounded when a program uses it, for quantization-aware
+    training.
 
-    The values are rounded to multiples of a step size, which is also trainable. `fake_quantize` creates a
-    `FakeQuantized`.
+    The values are rounded to multiples of a step size, which is also trainable. `fake_quantize`
+    creates a `FakeQuantized`.
 
     Attributes:
         values: the values of the parameter before rounding.
-        step: the step size (distance between neighboring rounded values) of each block of values, an array of the same
-            shape as `scale` in `Quantized`.
-        inputs: the step size for rounding the activations that are multiplied by the parameter. `inputs` is None if the
-            format does not round activations, or computes the step size of the activations at run time.
+        step: the step size (distance between neighboring rounded values) of each block of values,
+            an array of the same shape as `scale` in `Quantized`.
+        inputs: the step size for rounding the activations that are multiplied by the parameter.
+            `inputs` is None if the format does not round activations, or computes the step size of
+            the activations at run time.
         format, axes: as in `Quantized`.
 
     >>> from fnet import compress
@@ -89,7 +91,8 @@ class FakeQuantized(ImplicitArray):
         return take(self.materialize())
 
     def quantized(self) -> Quantized:
-        """Returns a `Quantized` parameter with the same rounded values, stored as integer codes and scales."""
+        """Returns a `Quantized` parameter with the same rounded values, stored as integer codes and
+        scales."""
         result = self._quantized(self.values.astype(jnp.float32))
         largest = self.format.largest
         codes = self.format.encode(jnp.clip(result.codes / result.full_scale(), -largest, largest))
@@ -112,17 +115,19 @@ class FakeQuantized(ImplicitArray):
 
 
 def _scaled_gradient(step, count, largest):
-    """Returns the step size unchanged, but changes its gradient, as in learned step size quantization. The gradient of
-    the step size is divided by sqrt(count * largest). As a result, the relative changes of the step size and of the
-    parameter values are similar during training. `count` is the number of values that share the step size, and
-    `largest` is the largest code (rounded value / step size)."""
+    """Returns the step size unchanged, but changes its gradient, as in learned step size
+    quantization. The gradient of the step size is divided by sqrt(count * largest). As a result,
+    the relative changes of the step size and of the parameter values are similar during training.
+    `count` is the number of values that share the step size, and `largest` is the largest code
+    (rounded value / step size)."""
     factor = 1 / math.sqrt(max(count, 1) * largest)  # an empty slice has no values
     return factor * step + lax.stop_gradient(step - factor * step)
 
 
 def _rounded(x, step, largest):
-    """Rounds x to the nearest multiple of `step` between -largest * step and largest * step. The derivative ignores the
-    rounding, but is zero with respect to elements of x outside the interval [-largest * step, largest * step]."""
+    """Rounds x to the nearest multiple of `step` between -largest * step and largest * step. The
+    derivative ignores the rounding, but is zero with respect to elements of x outside the interval
+    [-largest * step, largest * step]."""
     scaled = jnp.clip(x / step, -largest, largest)
     return (scaled + lax.stop_gradient(jnp.round(scaled) - scaled)) * step
 
@@ -136,17 +141,19 @@ def fake_quantize(
         loss = lambda params: f(ft.use_implicit_arrays(model)(params, x))    # train as usual
         params = compress.convert(params)                                    # codes and scales
 
-    When the model uses a `FakeQuantized` parameter, its values are rounded to multiples of a step size. The derivative
-    ignores the rounding (straight-through estimator). The step sizes are trained together with the values (learned step
-    size quantization). The initial step sizes (distances between neighboring rounded values) are the scales that
-    `quantize` computes. After training, `convert` replaces the `FakeQuantized` parameters by quantized parameters,
-    whose scales are the trained step sizes.
+    When the model uses a `FakeQuantized` parameter, its values are rounded to multiples of a step
+    size. The derivative ignores the rounding (straight-through estimator). The step sizes are
+    trained together with the values (learned step size quantization). The initial step sizes
+    (distances between neighboring rounded values) are the scales that `quantize` computes. After
+    training, `convert` replaces the `FakeQuantized` parameters by quantized parameters, whose
+    scales are the trained step sizes.
 
     Args:
         params: a tree of arrays.
         recipe: {pattern: format}, a mapping as for `quantize`. The format must be `Int8` or `Int4`.
-        stats: statistics of the activations that are multiplied by the parameters, from `calibrate`. The initial scales
-            of activations are computed from these statistics. Default None.
+        stats: statistics of the activations that are multiplied by the parameters, from
+            `calibrate`. The initial scales of activations are computed from these statistics.
+            Default None.
 
     Returns:
         The tree `params`, in which the selected parameters are `FakeQuantized` leaves.
@@ -182,7 +189,8 @@ def fake_quantize(
 
 
 def convert(params: Any) -> Any:
-    """Replaces each `FakeQuantized` leaf of a tree by a `Quantized` leaf with the same rounded values, after training.
+    """Replaces each `FakeQuantized` leaf of a tree by a `Quantized` leaf with the same rounded
+    values, after training.
 
     >>> from fnet import compress
     >>> params = compress.fake_quantize({"kernel": jnp.ones((2, 2))}, {"kernel": compress.Int8()})

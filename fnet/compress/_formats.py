@@ -1,4 +1,5 @@
-"""Formats of quantized parameters. A format states how values are converted to codes (numbers of few bits) and back."""
+"""Formats of quantized parameters. A format states how values are converted to codes (numbers of
+few bits) and back."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-# The 16 values of Dettmers et al. (2023), QLoRA, appendix E: quantiles of the normal distribution, with an exact zero.
+# The 16 values of Dettmers et al. (2023), QLoRA, appendix E: quantiles of the normal distribution,
+# with an exact zero.
 _NF4 = np.array(
     [
         -1.0,
@@ -40,16 +42,18 @@ METHODS = (
 
 
 class Format:
-    """The format of a quantized parameter: `values = decode(codes) * scale`, with one scale for each block of values.
+    """The format of a quantized parameter: `values = decode(codes) * scale`, with one scale for
+    each block of values.
 
     Attributes:
         bits: the number of bits of one code.
-        group: the number of values along the last contracted axis that share a scale, or None if all values along this
-            axis share one scale.
-        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Values along the
-            contracted axes share a scale. If `axes` is None, `quantize` uses its default axes.
-        largest: the largest decoded value. The scale of a block of values is the largest magnitude in the block,
-            divided by `largest`.
+        group: the number of values along the last contracted axis that share a scale, or None if
+            all values along this axis share one scale.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
+            Values along the contracted axes share a scale. If `axes` is None, `quantize` uses its
+            default axes.
+        largest: the largest decoded value. The scale of a block of values is the largest magnitude
+            in the block, divided by `largest`.
     """
 
     bits: ClassVar[int]
@@ -60,7 +64,8 @@ class Format:
     def __post_init__(self):
         if self.group is not None and (not isinstance(self.group, int) or self.group < 1):
             raise ValueError(
-                f"{type(self).__name__}: group must be a positive integer or None; got {self.group!r}"
+                f"{type(self).__name__}: group must be a positive integer or None; got "
+                f"{self.group!r}"
             )
         if self.bits == 4 and self.group is not None and self.group % 2:
             raise ValueError(
@@ -69,10 +74,11 @@ class Format:
             )
 
     def encode(self, values: Any) -> Any:
-        """Converts scaled values (values / scale), which lie between -largest and largest, to codes.
+        """Converts scaled values (values / scale), which lie between -largest and largest, to
+        codes.
 
-        The codes are int8 or float8 numbers if the format has 8 bits. If the format has 4 bits, the codes are uint8
-        numbers from 0 to 15.
+        The codes are int8 or float8 numbers if the format has 8 bits. If the format has 4 bits, the
+        codes are uint8 numbers from 0 to 15.
         """
         raise NotImplementedError
 
@@ -92,23 +98,24 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Format):
-    """The format of 8-bit integers from -127 to 127. The codes (the stored 8-bit integers) need a quarter of the bytes
-    of float32.
+    """The format of 8-bit integers from -127 to 127. The codes (the stored 8-bit integers) need a
+    quarter of the bytes of float32.
 
     Args:
-        group: the number of values along the contracted axis that share a scale. Default None: all values along the
-            contracted axis share one scale. If `group` is None, a matrix product is computed with the 8-bit codes, and
-            its result is multiplied by the scale.
-        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Default None: see
-            `quantize`.
-        activations: the method that rounds the activations (the other operands of matrix products and convolutions) to
-            8 bits. Default None: activations are not rounded (weight-only quantization). If activations are rounded,
-            matrix products are computed with 8-bit integers. Convolutions with rounded activations are computed in
-            floating point. With "dynamic", the scales of the activations are computed at run time. In a matrix product,
-            each row of the activations has its own dynamic scale; in a convolution, each example of the batch has one.
-            With "absmax", "percentile" or "mse", all rows have the same scale, which `quantize` computes from
-            statistics (see `InputStatistics.bound`). Derivatives with respect to activations ignore the rounding
-            (straight-through estimator).
+        group: the number of values along the contracted axis that share a scale. Default None: all
+            values along the contracted axis share one scale. If `group` is None, a matrix product
+            is computed with the 8-bit codes, and its result is multiplied by the scale.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
+            Default None: see `quantize`.
+        activations: the method that rounds the activations (the other operands of matrix products
+            and convolutions) to 8 bits. Default None: activations are not rounded (weight-only
+            quantization). If activations are rounded, matrix products are computed with 8-bit
+            integers. Convolutions with rounded activations are computed in floating point. With
+            "dynamic", the scales of the activations are computed at run time. In a matrix product,
+            each row of the activations has its own dynamic scale; in a convolution, each example of
+            the batch has one. With "absmax", "percentile" or "mse", all rows have the same scale,
+            which `quantize` computes from statistics (see `InputStatistics.bound`). Derivatives
+            with respect to activations ignore the rounding (straight-through estimator).
 
     >>> Int8().bits
     8
@@ -143,10 +150,11 @@ class Int4(Format):
     The scale of a block of values is the largest magnitude in the block, divided by 7.
 
     Args:
-        group: the number of values along the contracted axis that share a scale, or None if all values along the
-            contracted axis share one scale. The default, 32, is the same as in GGUF.
-        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Default None: see
-            `quantize`.
+        group: the number of values along the contracted axis that share a scale, or None if all
+            values along the contracted axis share one scale. The default, 32, is the same as in
+            GGUF.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
+            Default None: see `quantize`.
 
     >>> Int4().group
     32
@@ -166,13 +174,15 @@ class Int4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class NF4(Format):
-    """The format of 4-bit codes that represent 16 quantiles of a normal distribution. A byte contains two codes.
+    """The format of 4-bit codes that represent 16 quantiles of a normal distribution. A byte
+    contains two codes.
 
     Args:
-        group: the number of values along the contracted axis that share a scale, or None if all values along the
-            contracted axis share one scale. The default, 64, is the same as in the QLoRA paper.
-        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Default None: see
-            `quantize`.
+        group: the number of values along the contracted axis that share a scale, or None if all
+            values along the contracted axis share one scale. The default, 64, is the same as in the
+            QLoRA paper.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
+            Default None: see `quantize`.
 
     Source: Dettmers et al. (2023), QLoRA: Efficient Finetuning of Quantized LLMs, section 3.
 
@@ -194,15 +204,16 @@ class NF4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """The format of 8-bit floating-point numbers (float8_e4m3fn), with 4 bits of exponent and 3 bits of mantissa.
+    """The format of 8-bit floating-point numbers (float8_e4m3fn), with 4 bits of exponent and 3
+    bits of mantissa.
 
     The largest number is 448.
 
     Args:
-        group: the number of values along the contracted axis that share a scale. Default None: all values along the
-            contracted axis share one scale.
-        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Default None: see
-            `quantize`.
+        group: the number of values along the contracted axis that share a scale. Default None: all
+            values along the contracted axis share one scale.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
+            Default None: see `quantize`.
 
     Source: Micikevicius et al. (2022), FP8 Formats for Deep Learning.
 

@@ -1,4 +1,5 @@
-"""Finds parameter axes that must be pruned at the same indices, and calls functions with pruned parameters."""
+"""Finds parameter axes that must be pruned at the same indices, and calls functions with pruned
+parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ class Cut:
 
     Attributes:
         shape: the original shape of the array.
-        factors: for each axis, a tuple of sizes (factors) whose product is the size of the axis. For example, the tuple
-            is (num_heads, head_dim) for an axis of size num_heads * head_dim, which a reshape can split into two axes.
-        kept: for each axis of the array, a tuple of arrays with the indices that remain after pruning. If a reshape
-            splits the axis into several axes, the tuple contains one array for each of these axes. For example, the
-            tuple for an axis of size num_heads * head_dim contains the indices of the remaining attention heads, and of
-            the remaining features in each head. None instead of an array means that all indices remain.
+        factors: for each axis, a tuple of sizes (factors) whose product is the size of the axis.
+            For example, the tuple is (num_heads, head_dim) for an axis of size num_heads *
+            head_dim, which a reshape can split into two axes.
+        kept: for each axis of the array, a tuple of arrays with the indices that remain after
+            pruning. If a reshape splits the axis into several axes, the tuple contains one array
+            for each of these axes. For example, the tuple for an axis of size num_heads * head_dim
+            contains the indices of the remaining attention heads, and of the remaining features in
+            each head. None instead of an array means that all indices remain.
     """
 
     shape: tuple[int, ...]
@@ -50,8 +53,8 @@ class Cut:
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
     def original(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that an array had before pruning. `shape` is the shape after pruning, and may have any size
-        along the axes that were not pruned."""
+        """Returns the shape that an array had before pruning. `shape` is the shape after pruning,
+        and may have any size along the axes that were not pruned."""
         if len(shape) != len(self.shape):
             return shape
         return tuple(
@@ -67,8 +70,8 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """An array in the arguments of a traced function. `key` is the position of the array in (args, kwargs), as text,
-    and `path` is the path of the array in the parameters or in the state."""
+    """An array in the arguments of a traced function. `key` is the position of the array in (args,
+    kwargs), as text, and `path` is the path of the array in the parameters or in the state."""
 
     key: str
     path: str
@@ -77,12 +80,13 @@ class _Leaf:
 
 
 class Call:
-    """A traced call f(params, *args, **kwargs). Pruning can remove indices along the axes of the arrays in `params` and
-    in the keyword argument `state`.
+    """A traced call f(params, *args, **kwargs). Pruning can remove indices along the axes of the
+    arrays in `params` and in the keyword argument `state`.
 
     Args:
-        cuts: {key of a leaf: `Cut`} for the arrays that have already been pruned. A `Cut` states the indices that
-            remain in an array. `Call` traces f with the original shapes of the pruned arrays. Default None.
+        cuts: {key of a leaf: `Cut`} for the arrays that have already been pruned. A `Cut` states
+            the indices that remain in an array. `Call` traces f with the original shapes of the
+            pruned arrays. Default None.
 
     Attributes:
         program: the `TiedProgram`, which states the axes that must have equal sizes.
@@ -120,8 +124,8 @@ class Call:
         )
 
     def evaluate(self, cuts: Mapping[str, Cut]) -> Any:
-        """Returns the result of the traced function f for pruned arguments. `cuts` states which indices remain in each
-        pruned array."""
+        """Returns the result of the traced function f for pruned arguments. `cuts` states which
+        indices remain in each pruned array."""
         kept: dict[int, np.ndarray] = {}
         for i, leaf in enumerate(self.leaves):
             if leaf.key in cuts:
@@ -130,7 +134,8 @@ class Call:
             if (expected := self.program.shape(i, kept)) != tuple(leaf.array.shape):
                 raise ValueError(
                     f"shrunk function: {leaf.path or leaf.key!r} in {leaf.role}: expected shape "
-                    f"{expected}, got {tuple(leaf.array.shape)}; pass the parameters and the state that "
+                    f"{expected}, got {tuple(leaf.array.shape)}; pass the parameters and the state "
+                    f"that "
                     "shrink returned"
                 )
         return self.traced.result(self.program.evaluate([leaf.array for leaf in self.leaves], kept))
@@ -154,8 +159,10 @@ class Call:
             )
             if why:
                 raise ValueError(
-                    f"shrunk function: axis {axis} of {self.leaves[i].path!r} was cut, but with these "
-                    f"arguments the function needs all of it ({why}). Call shrink with such arguments, or "
+                    f"shrunk function: axis {axis} of {self.leaves[i].path!r} was cut, but with "
+                    f"these "
+                    f"arguments the function needs all of it ({why}). Call shrink with such "
+                    f"arguments, or "
                     "exclude the parameter with keep="
                 )
             kept.update((atom, each) for atom, each in zip(atoms, wanted) if each is not None)
@@ -168,17 +175,19 @@ def _role(path) -> str:
 
 
 def _returned(traced, state) -> dict[int, int]:
-    """Returns {index of an output: index of an input} for each output of the program that is the new value of an input.
-    If the function returns (y, new state), each array of the new state is the new value of an array of the old state.
-    For each variable of a flax.nnx module in the arguments, the program has one input (the value before the call) and
-    one output (the value after the call). This output is the new value of this input."""
+    """Returns {index of an output: index of an input} for each output of the program that is the
+    new value of an input. If the function returns (y, new state), each array of the new state is
+    the new value of an array of the old state. For each variable of a flax.nnx module in the
+    arguments, the program has one input (the value before the call) and one output (the value after
+    the call). This output is the new value of this input."""
     jaxpr = traced.closed.jaxpr
     result, modules = traced.tree([_Output(i) for i in range(len(jaxpr.outvars))])
     arrays, found = [] if modules is None else modules.arrays, {}
     for output, i in zip(arrays, range(len(traced.arrays) - len(arrays), len(traced.arrays))):
         if jaxpr.outvars[output.number] is not jaxpr.invars[i]:
             raise TypeError(
-                "shrink: the function updates flax.nnx variables in place. Split the module, and return "
+                "shrink: the function updates flax.nnx variables in place. Split the module, and "
+                "return "
                 "the new state: f(params, x, state=state) -> (y, new state)"
             )
         found[output.number] = i
@@ -202,18 +211,19 @@ def _returned(traced, state) -> dict[int, int]:
 class Group:
     """A set of parameter axes that must be pruned at the same indices.
 
-    For example, a group can contain the axis of output channels of a convolution, the axis of its bias, and the axis of
-    input channels of the next convolution. If a reshape splits a parameter axis into several axes, these axes can
-    belong to different groups. For example, a parameter axis of size num_heads * head_dim can be split into an axis of
-    attention heads and an axis of features.
+    For example, a group can contain the axis of output channels of a convolution, the axis of its
+    bias, and the axis of input channels of the next convolution. If a reshape splits a parameter
+    axis into several axes, these axes can belong to different groups. For example, a parameter axis
+    of size num_heads * head_dim can be split into an axis of attention heads and an axis of
+    features.
 
     Attributes:
         atom: an integer that identifies the group of parameter axes in the traced program.
         size: the number of indices.
-        members: the parameter axes of the group, as tuples (index of the parameter in `Call.leaves`, axis, position).
-            If a reshape splits a parameter axis into several axes, such as [num_heads, head_dim], `position` is the
-            index of one of these axes: 0 for num_heads, 1 for head_dim. If no reshape splits the parameter axis,
-            `position` is 0.
+        members: the parameter axes of the group, as tuples (index of the parameter in
+            `Call.leaves`, axis, position). If a reshape splits a parameter axis into several axes,
+            such as [num_heads, head_dim], `position` is the index of one of these axes: 0 for
+            num_heads, 1 for head_dim. If no reshape splits the parameter axis, `position` is 0.
         reason: the reason why no index can be removed, or "" if indices can be removed.
     """
 
@@ -224,12 +234,13 @@ class Group:
 
 
 def groups(call: Call) -> list[Group]:
-    """Returns the groups of parameter axes that must be pruned at the same indices, for a traced call.
+    """Returns the groups of parameter axes that must be pruned at the same indices, for a traced
+    call.
 
-    If a reshape splits a parameter axis into several axes, at most one of them is pruned: the first that can be pruned.
-    For example, an axis of size num_heads * head_dim can be split into an axis of attention heads and an axis of
-    features. If the axis of attention heads can be pruned, the axis of features is not pruned, and the attribute
-    `reason` of its `Group` states why.
+    If a reshape splits a parameter axis into several axes, at most one of them is pruned: the first
+    that can be pruned. For example, an axis of size num_heads * head_dim can be split into an axis
+    of attention heads and an axis of features. If the axis of attention heads can be pruned, the
+    axis of features is not pruned, and the attribute `reason` of its `Group` states why.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):
@@ -266,8 +277,8 @@ def cuts(call: Call, kept: Mapping[int, np.ndarray]) -> dict[str, Cut]:
 
 
 def apply_cuts(args: tuple, kwargs: dict, found: Mapping[str, Cut]) -> tuple[tuple, dict]:
-    """Prunes the arrays in the arguments of a call, and returns the new arguments. `found` contains a `Cut` for each
-    array to prune."""
+    """Prunes the arrays in the arguments of a call, and returns the new arguments. `found` contains
+    a `Cut` for each array to prune."""
     return jax.tree.map_with_path(
         lambda path, x: found[keystr(path)].apply(x) if keystr(path) in found else x, (args, kwargs)
     )

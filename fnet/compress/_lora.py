@@ -27,8 +27,9 @@ class LowRank(ImplicitArray):
     """A parameter with a low-rank change: `base + scale * a @ b`. `lora` creates it.
 
     Attributes:
-        base: the original parameter [*lead, *in, out], an array or an implicit array such as a `Quantized`. `lead` are
-            the leading axes of a stack of layers, `in` the input axes, and `out` the output axis.
+        base: the original parameter [*lead, *in, out], an array or an implicit array such as a
+            `Quantized`. `lead` are the leading axes of a stack of layers, `in` the input axes, and
+            `out` the output axis.
         a: the first factor of the low-rank change, [*lead, *in, rank].
         b: the second factor of the low-rank change, [*lead, rank, out], initially zeros.
         scale: `alpha / rank`, computed from the arguments of `lora`.
@@ -63,8 +64,10 @@ class LowRank(ImplicitArray):
     def materialize(self) -> jax.Array:
         if self.ndim <= self.inputs:
             raise ValueError(
-                f"LowRank: expected a base with {self.inputs + 1} or more axes, got shape {self.shape}. A "
-                "scan or vmap over this parameter slices axis 0 of each of its arrays, but axis 0 is an "
+                f"LowRank: expected a base with {self.inputs + 1} or more axes, got shape "
+                f"{self.shape}. A "
+                "scan or vmap over this parameter slices axis 0 of each of its arrays, but axis 0 "
+                "is an "
                 "input axis. Call ft.use_implicit_arrays(f) outside of the scan or vmap"
             )
         base, lead = _materialized(self.base), self.ndim - self.inputs - 1
@@ -116,27 +119,30 @@ def lora(
         trainable, frozen = nn.partition(params, ".*/[ab]")
         loss = lambda trainable: f(ft.use_implicit_arrays(model)(nn.combine(trainable, frozen), x))
 
-    `b` is initialized with zeros, so the outputs of the model do not change before training. `params` may contain
-    quantized parameters; low-rank adaptation of quantized parameters is called QLoRA.
+    `b` is initialized with zeros, so the outputs of the model do not change before training.
+    `params` may contain quantized parameters; low-rank adaptation of quantized parameters is called
+    QLoRA.
 
     Args:
-        key: a `jax.random.key` for the initial values of `a`. As in PEFT, the distribution of `a` is uniform with
-            variance 1/(3n), where n is the number of inputs.
-        params: a tree of arrays and quantized arrays. Kernels have the shape [in, out], stacked kernels [depth, in,
-            out], and kernels of convolutions [height, width, in, out].
-        rules: {pattern: rank}. A pattern is a regular expression that matches the whole path of a parameter, or the
-            first parts of the path such as "blocks". If several patterns match a parameter, the first of these patterns
-            applies. Parameters with fewer than two axes, and parameters named bias, scale, b or offset, are not
-            changed.
+        key: a `jax.random.key` for the initial values of `a`. As in PEFT, the distribution of `a`
+            is uniform with variance 1/(3n), where n is the number of inputs.
+        params: a tree of arrays and quantized arrays. Kernels have the shape [in, out], stacked
+            kernels [depth, in, out], and kernels of convolutions [height, width, in, out].
+        rules: {pattern: rank}. A pattern is a regular expression that matches the whole path of a
+            parameter, or the first parts of the path such as "blocks". If several patterns match a
+            parameter, the first of these patterns applies. Parameters with fewer than two axes, and
+            parameters named bias, scale, b or offset, are not changed.
         alpha: a number. The product `a @ b` is multiplied by alpha / rank. Default: twice the rank.
 
     Returns:
         The tree `params`, in which the selected parameters are `LowRank` leaves.
 
     Raises:
-        ValueError: a pattern matches no parameter that can be changed, or a rank is not a positive integer.
+        ValueError: a pattern matches no parameter that can be changed, or a rank is not a positive
+            integer.
 
-    Source: Hu et al. (2022), LoRA: Low-Rank Adaptation of Large Language Models; Dettmers et al. (2023), QLoRA.
+    Source: Hu et al. (2022), LoRA: Low-Rank Adaptation of Large Language Models; Dettmers et al.
+    (2023), QLoRA.
 
     >>> params = lora(jax.random.key(0), {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, {"kernel": 1})
     >>> params["kernel"].a.shape, params["kernel"].b.tolist()
@@ -167,14 +173,17 @@ def lora(
 
 
 def _digest(path) -> int:
-    """Returns a 31-bit hash of a path, which is the same in all processes, unlike the result of Python's `hash`."""
+    """Returns a 31-bit hash of a path, which is the same in all processes, unlike the result of
+    Python's `hash`."""
     return zlib.crc32(path.encode()) & 0x7FFFFFFF
 
 
 def merge(params: Any) -> Any:
-    """Adds the low-rank changes of `lora` to the original parameters, and returns a tree without `LowRank` leaves.
+    """Adds the low-rank changes of `lora` to the original parameters, and returns a tree without
+    `LowRank` leaves.
 
-    If `merge` adds a low-rank change to a quantized parameter, the result is a plain array, which is not quantized.
+    If `merge` adds a low-rank change to a quantized parameter, the result is a plain array, which
+    is not quantized.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> merge(lora(jax.random.key(0), params, {"kernel": 1}))["kernel"].tolist()

@@ -22,8 +22,9 @@ class PruneState(NamedTuple):
 
     Attributes:
         count: the number of updates so far, int32.
-        masks: a tree with the structure of the parameters. Each parameter that is pruned is replaced by a boolean mask,
-            and every other parameter by `optax.MaskedNode()`. A mask is False at elements that are set to zero.
+        masks: a tree with the structure of the parameters. Each parameter that is pruned is
+            replaced by a boolean mask, and every other parameter by `optax.MaskedNode()`. A mask is
+            False at elements that are set to zero.
 
     >>> optimizer = compress.prune({"kernel": 0.5}, end=10)
     >>> params = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
@@ -39,38 +40,43 @@ class PruneState(NamedTuple):
 def prune(
     rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 1, jointly: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an Optax transformation that prunes parameters: elements with the smallest magnitudes are set to zero.
+    """Returns an Optax transformation that prunes parameters: elements with the smallest magnitudes
+    are set to zero.
 
-        optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
+        optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5},
+        begin=500, end=4000))
 
-    The transformation must be the last transformation of a chain. At update t, a fraction s_t of the elements is zero.
-    The fraction s_t grows from 0 at update `begin` to the sparsity s of the rule at update `end`:
+    The transformation must be the last transformation of a chain. At update t, a fraction s_t of
+    the elements is zero. The fraction s_t grows from 0 at update `begin` to the sparsity s of the
+    rule at update `end`:
 
         s_t = s - s (1 - (t - begin) / (end - begin))^3
 
-    An element that was set to zero stays zero. A program does not become faster if elements of its parameters are zero.
-    To make a program faster, use `shrink`, which removes whole channels and heads.
+    An element that was set to zero stays zero. A program does not become faster if elements of its
+    parameters are zero. To make a program faster, use `shrink`, which removes whole channels and
+    heads.
 
     Args:
-        rules: {pattern: sparsity between 0 and 1}. A pattern is a regular expression that matches the whole path of a
-            parameter, or the first parts of the path such as "blocks". If several patterns match a parameter, the first
-            of these patterns applies. Parameters with fewer than two axes, and parameters named bias, scale, b or
-            offset, are not pruned.
-        begin, end: the numbers of the first and the last optimizer update in which `prune` selects elements to set to
-            zero. Updates are counted from 0. Default of `begin`: 0.
+        rules: {pattern: sparsity between 0 and 1}. A pattern is a regular expression that matches
+            the whole path of a parameter, or the first parts of the path such as "blocks". If
+            several patterns match a parameter, the first of these patterns applies. Parameters with
+            fewer than two axes, and parameters named bias, scale, b or offset, are not pruned.
+        begin, end: the numbers of the first and the last optimizer update in which `prune` selects
+            elements to set to zero. Updates are counted from 0. Default of `begin`: 0.
         every: the number of updates from one selection of elements to the next. Default 1.
-        jointly: whether the elements of all parameters that match a pattern are ranked together by magnitude (global
-            pruning). With global pruning, the fraction of zeros differs between parameters. By default (False), each
-            parameter has the same fraction of zeros. If the parameters of several layers are stacked in one array, the
-            elements of all these layers are always ranked together.
+        jointly: whether the elements of all parameters that match a pattern are ranked together by
+            magnitude (global pruning). With global pruning, the fraction of zeros differs between
+            parameters. By default (False), each parameter has the same fraction of zeros. If the
+            parameters of several layers are stacked in one array, the elements of all these layers
+            are always ranked together.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs`, whose state is a `PruneState`. Pass the parameters to the method
-        `update` of the transformation: `update(gradients, state, params)`.
+        An `optax.GradientTransformationExtraArgs`, whose state is a `PruneState`. Pass the
+        parameters to the method `update` of the transformation: `update(gradients, state, params)`.
 
     Raises:
-        ValueError: a sparsity is not between 0 and 1, `begin` is negative or larger than `end`, `every` is less than 1,
-            or (in `init`) a pattern matches no parameter.
+        ValueError: a sparsity is not between 0 and 1, `begin` is negative or larger than `end`,
+            `every` is less than 1, or (in `init`) a pattern matches no parameter.
 
     Source: Zhu and Gupta (2017), To prune, or not to prune, equation 1.
 
@@ -96,8 +102,9 @@ def prune(
             )
 
     def patterns(params) -> list[str | None]:
-        """Returns for each leaf the pattern that applies to it, or None. An implicit array (such as a quantized array)
-        can be pruned only if it is a `FakeQuantized`. In a `FakeQuantized`, only the leaf `values` can be pruned."""
+        """Returns for each leaf the pattern that applies to it, or None. An implicit array (such as
+        a quantized array) can be pruned only if it is a `FakeQuantized`. In a `FakeQuantized`, only
+        the leaf `values` can be pruned."""
         paths = []
         for path, leaf in jax.tree.leaves_with_path(params, is_implicit):
             name = keystr(path, simple=True, separator="/") if is_kernel(path, leaf) else ""
@@ -161,7 +168,8 @@ def _progress(count, begin, end):
 
 
 def _select(sizes, names, rules, progress, jointly) -> list:
-    """Returns new masks for the parameters. `sizes` contains the magnitudes of the elements of the parameters."""
+    """Returns new masks for the parameters. `sizes` contains the magnitudes of the elements of the
+    parameters."""
     together: dict[Any, list[int]] = {}
     for i, name in enumerate(names):
         together.setdefault(name if jointly else i, []).append(i)

@@ -23,18 +23,22 @@ _NAME = re.compile(r"(?:.*/)?operand (\d+)(?:#\d+)?")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution of an activation with a parameter, or with one layer of a stacked parameter.
+    """A matrix product or convolution of an activation with a parameter, or with one layer of a
+    stacked parameter.
 
     Attributes:
         path: the path of the parameter.
-        x, w, y: the shapes and dtypes of the other operand (x), the parameter (w) and the result (y).
+        x, w, y: the shapes and dtypes of the other operand (x), the parameter (w) and the result
+            (y).
         axes: the contracted axes of the parameter, counted from the end, in increasing order.
-        function: the function (x, w) -> y that computes the matrix product or convolution. w can be an ordinary array,
-            or an object that represents an array, such as a quantized array.
+        function: the function (x, w) -> y that computes the matrix product or convolution. w can be
+            an ordinary array, or an object that represents an array, such as a quantized array.
         convolution: True for a convolution, False for a matrix product.
-        count: the number of times that the matrix product or convolution is computed. Each enclosing scan multiplies
-            `count` by its number of iterations, and each enclosing vmap multiplies `count` by its batch size.
-        sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies the slice.
+        count: the number of times that the matrix product or convolution is computed. Each
+            enclosing scan multiplies `count` by its number of iterations, and each enclosing vmap
+            multiplies `count` by its batch size.
+        sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then
+            copies the slice.
     """
 
     path: str
@@ -54,14 +58,15 @@ class Product:
 
     @property
     def key(self) -> tuple:
-        """The key by which `grouped` groups operations. The key is a tuple that contains the jaxpr of the operation,
-        and the shapes and dtypes of the operands."""
+        """The key by which `grouped` groups operations. The key is a tuple that contains the jaxpr
+        of the operation, and the shapes and dtypes of the operands."""
         program = jax.make_jaxpr(self.function)(self.x, self.w)
         return self.x.shape, str(self.x.dtype), self.w.shape, self.axes, self.sliced, str(program)
 
 
 class _Log(list):
-    """A list of `Product`s, hashed and compared by identity, because JAX hashes and compares pytree metadata."""
+    """A list of `Product`s, hashed and compared by identity, because JAX hashes and compares pytree
+    metadata."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -72,9 +77,9 @@ class _Log(list):
 )
 @dataclasses.dataclass(frozen=True)
 class _Recorded(Wrapped):
-    """A wrapper of a parameter that appends a `Product` to the list `log` for each matrix product or convolution with
-    the parameter. The wrapper also tags the activation that is multiplied by the parameter, with a name that contains
-    the index of the `Product` in `log`."""
+    """A wrapper of a parameter that appends a `Product` to the list `log` for each matrix product
+    or convolution with the parameter. The wrapper also tags the activation that is multiplied by
+    the parameter, with a name that contains the index of the `Product` in `log`."""
 
     path: str
     log: _Log
@@ -110,11 +115,13 @@ class _Recorded(Wrapped):
 
 
 def products(f: Callable, params: Any, *args: Any) -> list[Product]:
-    """Lists the matrix products and convolutions in f(params, *args) that use a kernel or an embedding table.
+    """Lists the matrix products and convolutions in f(params, *args) that use a kernel or an
+    embedding table.
 
-    The list has the order of the computation. Arguments may be `jax.ShapeDtypeStruct`s. The list omits operations
-    whose parameter is a bias, a norm scale or an implicit array (such as a quantized parameter). A matrix product or
-    convolution inside a while loop or a branch of cond is counted once.
+    The list has the order of the computation. Arguments may be `jax.ShapeDtypeStruct`s. The list
+    omits operations whose parameter is a bias, a norm scale or an implicit array (such as a
+    quantized parameter). A matrix product or convolution inside a while loop or a branch of cond is
+    counted once.
     """
     log, leaves = _Log(), leaves_by_path(params)
 
@@ -136,7 +143,8 @@ def products(f: Callable, params: Any, *args: Any) -> list[Product]:
 
 
 def by_parameter(found: list[Product]) -> dict[str, list[Product]]:
-    """Groups matrix products and convolutions by parameter: {path of the parameter: list of `Product`s}."""
+    """Groups matrix products and convolutions by parameter: {path of the parameter: list of
+    `Product`s}."""
     paths = dict.fromkeys(product.path for product in found)
     return {path: [product for product in found if product.path == path] for path in paths}
 
@@ -150,7 +158,8 @@ def leaves_by_path(params: Any) -> dict[str, Any]:
 
 
 def grouped(found: list[Product]) -> list[list[Product]]:
-    """Groups matrix products and convolutions that compute the same operation on equal shapes and dtypes."""
+    """Groups matrix products and convolutions that compute the same operation on equal shapes and
+    dtypes."""
     key = lambda pair: pair[0]
     keyed = sorted(
         ((product.key, i) for i, product in enumerate(found)),

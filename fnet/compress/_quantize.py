@@ -28,25 +28,27 @@ from fnet.jaxpr import materialize as _materialized
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized(ImplicitArray):
-    """A quantized parameter, which stores low-bit codes and float32 scales: `values = decode(codes) * scale`.
+    """A quantized parameter, which stores low-bit codes and float32 scales: `values = decode(codes)
+    * scale`.
 
     `quantize` creates `Quantized` parameters.
 
     Attributes:
-        codes: the codes. For 8-bit formats, `codes` is an int8 or float8 array with the shape of the parameter. For
-            4-bit formats, `codes` is a uint8 array in which each byte contains two codes that are adjacent along the
-            last axis in `axes`.
-        scale: the scales, a float32 array with as many axes as the parameter. In `scale`, the contracted axes (`axes`)
-            have length 1. If the format divides the last contracted axis into groups, `scale` has one element for each
-            group along this axis.
+        codes: the codes. For 8-bit formats, `codes` is an int8 or float8 array with the shape of
+            the parameter. For 4-bit formats, `codes` is a uint8 array in which each byte contains
+            two codes that are adjacent along the last axis in `axes`.
+        scale: the scales, a float32 array with as many axes as the parameter. In `scale`, the
+            contracted axes (`axes`) have length 1. If the format divides the last contracted axis
+            into groups, `scale` has one element for each group along this axis.
         format: the format of the codes.
-        axes: the contracted axes of the parameter, over which matrix products and convolutions sum, a tuple of negative
-            integers (counted from the end).
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum,
+            a tuple of negative integers (counted from the end).
         dtype: the dtype of the parameter.
-        inputs: the scale for rounding the activations that are multiplied by the parameter. The array `inputs` has as
-            many axes as the parameter. In `inputs`, an axis over which layers are stacked has the same size as in the
-            parameter, and all other axes have length 1. `inputs` is None (the default) if the format does not round
-            activations, or if the scale of the activations is computed at run time.
+        inputs: the scale for rounding the activations that are multiplied by the parameter. The
+            array `inputs` has as many axes as the parameter. In `inputs`, an axis over which layers
+            are stacked has the same size as in the parameter, and all other axes have length 1.
+            `inputs` is None (the default) if the format does not round activations, or if the scale
+            of the activations is computed at run time.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> params["kernel"].codes.dtype, params["kernel"].scale.shape, params["kernel"].shape
@@ -113,7 +115,8 @@ class Quantized(ImplicitArray):
         return (self._scaled(codes, scale) * known).astype(self.dtype)
 
     def _may_overflow(self, x) -> bool:
-        """Whether sums of x times codes, which are up to 448, may exceed 65504, the largest number of float16."""
+        """Whether sums of x times codes, which are up to 448, may exceed 65504, the largest number
+        of float16."""
         return x.dtype == jnp.float16 and not self._rounds_inputs
 
     @property
@@ -121,7 +124,8 @@ class Quantized(ImplicitArray):
         return getattr(self.format, "activations", None) is not None
 
     def _input_scale(self, x, axes):
-        """Returns the scale of x in float32. If `inputs` is None, the scale is computed from x over `axes`."""
+        """Returns the scale of x in float32. If `inputs` is None, the scale is computed from x over
+        `axes`."""
         if self.inputs is not None:
             return self.inputs.reshape((1,) * x.ndim)
         largest = jnp.abs(x).max(tuple(axes), keepdims=True)
@@ -132,7 +136,8 @@ class Quantized(ImplicitArray):
         return self._scaled(codes, self.scale).astype(dtype)
 
     def full_scale(self) -> jax.Array:
-        """Returns the scale of each value of the parameter, as an array with the shape of the parameter."""
+        """Returns the scale of each value of the parameter, as an array with the shape of the
+        parameter."""
         return self._scaled(jnp.ones(jnp.shape(self.codes), jnp.float32), self.scale)
 
     def pack(self, codes: jax.Array) -> jax.Array:
@@ -145,8 +150,8 @@ class Quantized(ImplicitArray):
         return low | (high << 4)
 
     def _unpack(self, codes):
-        """Converts bytes with two 4-bit codes (numbers) to an array with one code in each element. `codes` can be the
-        codes of the whole parameter or of some of its rows."""
+        """Converts bytes with two 4-bit codes (numbers) to an array with one code in each element.
+        `codes` can be the codes of the whole parameter or of some of its rows."""
         if not self.format.packed:
             return codes
         axis = codes.ndim + self.axes[-1]
@@ -154,8 +159,9 @@ class Quantized(ImplicitArray):
         return pairs.reshape(*codes.shape[:axis], 2 * codes.shape[axis], *codes.shape[axis + 1 :])
 
     def _scaled(self, values, scale):
-        """Returns values * scale. `values` and `scale` have the same number of axes. Along the axis `self.axes[-1]`,
-        one element of `scale` may apply to several adjacent elements of `values`."""
+        """Returns values * scale. `values` and `scale` have the same number of axes. Along the axis
+        `self.axes[-1]`, one element of `scale` may apply to several adjacent elements of
+        `values`."""
         axis = values.ndim + self.axes[-1]
         groups, n = scale.shape[axis], values.shape[axis]
         if groups in (1, n):
@@ -165,8 +171,8 @@ class Quantized(ImplicitArray):
 
 
 def leads(shape: tuple[int, ...], axes: tuple[int, ...], inputs: Any) -> bool:
-    """Whether axis 0 of a parameter is axis 0 of its codes, scales and `inputs`. If scales are shared along axis 0, it
-    is not, even if its size is 1."""
+    """Whether axis 0 of a parameter is axis 0 of its codes, scales and `inputs`. If scales are
+    shared along axis 0, it is not, even if its size is 1."""
     return -len(shape) not in axes and (inputs is None or jnp.shape(inputs)[:1] == shape[:1])
 
 
@@ -176,10 +182,11 @@ def _codes(x, step):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _integer_dot(axes, x, codes, scale, step):
-    """Computes the matrix product of x, an array [..., *contracted], and a quantized parameter. `codes` is the int8
-    array of the parameter, and `axes` are its contracted axes. x is rounded to multiples of `step`. Sums are computed
-    in int32. The matrix product of the rounded x and `codes` is multiplied by `scale`, which can be broadcast to the
-    shape of this matrix product. `step` has as many axes as x."""
+    """Computes the matrix product of x, an array [..., *contracted], and a quantized parameter.
+    `codes` is the int8 array of the parameter, and `axes` are its contracted axes. x is rounded to
+    multiples of `step`. Sums are computed in int32. The matrix product of the rounded x and `codes`
+    is multiplied by `scale`, which can be broadcast to the shape of this matrix product. `step` has
+    as many axes as x."""
     last = tuple(range(x.ndim - len(axes), x.ndim))
     y = lax.dot_general(
         _codes(x, step).astype(jnp.int8),
@@ -193,8 +200,8 @@ def _integer_dot(axes, x, codes, scale, step):
 
 @_integer_dot.defjvp
 def _integer_dot_jvp(axes, primals, tangents):
-    """Computes the derivative. The derivative with respect to x ignores the rounding of x. The codes (stored numbers of
-    few bits) have no tangent."""
+    """Computes the derivative. The derivative with respect to x ignores the rounding of x. The
+    codes (stored numbers of few bits) have no tangent."""
     (x, codes, scale, step), (dx, _, dscale, _) = primals, tangents
     last = tuple(range(x.ndim - len(axes), x.ndim))
 
@@ -211,43 +218,50 @@ def quantize(
 ) -> Any:
     """Replaces parameters by quantized parameters.
 
-        params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
-        logits = ft.use_implicit_arrays(model)(params, x)
+        params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed":
+        compress.Int8(axes=-1)}) logits = ft.use_implicit_arrays(model)(params, x)
 
-    Each block of values w has one scale: the maximum of |w| in the block, divided by the largest decoded value of the
-    format. The largest decoded value is 127 for `Int8`, 7 for `Int4`, 1 for `NF4` and 448 for `Float8`. A block
-    contains all values along the axes `axes` of the format. If the argument `group` of the format is not None, a block
-    contains only `group` adjacent values along the last axis in `axes`. By default, `axes` is the second-last axis of
-    kernels [in, out] and of stacked kernels [depth, in, out]. For kernels with four or more axes, such as those of
-    convolutions [height, width, in, out], the default `axes` are all axes except the last. The results are correct for
-    any choice of `axes`. For the fastest matrix products, let `axes` be the axes over which the matrix products sum:
-    the scale is then applied to the result of the matrix product. For an embedding table [vocab, features] that also
-    computes the logits, use the last axis (`axes=-1`).
+    Each block of values w has one scale: the maximum of |w| in the block, divided by the largest
+    decoded value of the format. The largest decoded value is 127 for `Int8`, 7 for `Int4`, 1 for
+    `NF4` and 448 for `Float8`. A block contains all values along the axes `axes` of the format. If
+    the argument `group` of the format is not None, a block contains only `group` adjacent values
+    along the last axis in `axes`. By default, `axes` is the second-last axis of kernels [in, out]
+    and of stacked kernels [depth, in, out]. For kernels with four or more axes, such as those of
+    convolutions [height, width, in, out], the default `axes` are all axes except the last. The
+    results are correct for any choice of `axes`. For the fastest matrix products, let `axes` be the
+    axes over which the matrix products sum: the scale is then applied to the result of the matrix
+    product. For an embedding table [vocab, features] that also computes the logits, use the last
+    axis (`axes=-1`).
 
     Args:
         params: a tree of arrays.
-        recipe: {pattern: format}. A pattern is a regular expression that matches the whole path of a parameter, or the
-            first parts of the path such as "blocks". If several patterns match a parameter, the first of these patterns
-            applies. Parameters with fewer than two axes, parameters named bias, scale, b or offset, and parameters that
-            are not floating point are not changed.
-        stats: statistics of the activations that are multiplied by the parameters, from `calibrate`. The scales of
-            activations are computed from `stats`. Kernels in all formats except `Float8` are rounded by the GPTQ
-            algorithm (Frantar et al. 2023). Compared with rounding to the nearest code, GPTQ reduces the error in the
-            matrix products of kernels and calibration activations. For 4-bit formats, several positive and negative
-            scales are tried for each block of values, and the scale with the least squared error is selected. Each
-            tried scale is the default scale (max|w| divided by the largest decoded value), multiplied by a factor from
-            0.54 to 1 or from -1 to -0.54. Default None: every value is rounded to the nearest code.
+        recipe: {pattern: format}. A pattern is a regular expression that matches the whole path of
+            a parameter, or the first parts of the path such as "blocks". If several patterns match
+            a parameter, the first of these patterns applies. Parameters with fewer than two axes,
+            parameters named bias, scale, b or offset, and parameters that are not floating point
+            are not changed.
+        stats: statistics of the activations that are multiplied by the parameters, from
+            `calibrate`. The scales of activations are computed from `stats`. Kernels in all formats
+            except `Float8` are rounded by the GPTQ algorithm (Frantar et al. 2023). Compared with
+            rounding to the nearest code, GPTQ reduces the error in the matrix products of kernels
+            and calibration activations. For 4-bit formats, several positive and negative scales are
+            tried for each block of values, and the scale with the least squared error is selected.
+            Each tried scale is the default scale (max|w| divided by the largest decoded value),
+            multiplied by a factor from 0.54 to 1 or from -1 to -0.54. Default None: every value is
+            rounded to the nearest code.
 
     Returns:
-        The tree `params`, in which the selected parameters are `Quantized` leaves. Biases, norms, and leaves that no
-        pattern matches are unchanged.
+        The tree `params`, in which the selected parameters are `Quantized` leaves. Biases, norms,
+        and leaves that no pattern matches are unchanged.
 
     Raises:
-        ValueError: a pattern matches no parameter that can be quantized, or the size of an axis is not a multiple of
-            `group`. A ValueError is also raised if a format needs statistics of activations that `stats` does not
-            contain, or if matrix products sum over different axes of a parameter whose activations have one scale. If
-            GPTQ rounds a parameter, every matrix product that `calibrate` recorded for this parameter must
-            sum over the axes that the format specifies (`axes` or the default axes). Otherwise, a ValueError is raised.
+        ValueError: a pattern matches no parameter that can be quantized, or the size of an axis is
+            not a multiple of `group`. A ValueError is also raised if a format needs statistics of
+            activations that `stats` does not contain, or if matrix products sum over different axes
+            of a parameter whose activations have one scale. If GPTQ rounds a parameter, every
+            matrix product that `calibrate` recorded for this parameter must
+            sum over the axes that the format specifies (`axes` or the default axes). Otherwise, a
+            ValueError is raised.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.ones(2)}
@@ -294,9 +308,9 @@ def _quantized(stats, path, w, format) -> Quantized:
 
 
 def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> jax.Array:
-    """Returns the scale for rounding the activations that are multiplied by a parameter. The scale is computed from
-    the statistics of `calibrate` by the method of the format, such as "absmax". The returned array has as many axes as
-    the parameter."""
+    """Returns the scale for rounding the activations that are multiplied by a parameter. The scale
+    is computed from the statistics of `calibrate` by the method of the format, such as "absmax".
+    The returned array has as many axes as the parameter."""
     method = array.format.activations
     if found is None:
         raise ValueError(
@@ -312,7 +326,8 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
         )
     if not np.all(np.asarray(found.rows)):
         raise ValueError(
-            f"quantize: {path}: no inputs of some of its layers were recorded; pass batches to calibrate "
+            f"quantize: {path}: no inputs of some of its layers were recorded; pass batches to "
+            f"calibrate "
             "that use every layer, or use activations='dynamic'"
         )
     bound = jnp.maximum(found.bound(method), jnp.finfo(jnp.float32).tiny * 127)
@@ -320,13 +335,14 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
 
 
 def _corrected(path, array, found):
-    """Rounds the values of a parameter with GPTQ. For 4-bit formats, first selects the scales with the least squared
-    rounding error. The attribute `codes` of the result contains the rounded values in float32, which are not packed
-    yet."""
+    """Rounds the values of a parameter with GPTQ. For 4-bit formats, first selects the scales with
+    the least squared rounding error. The attribute `codes` of the result contains the rounded
+    values in float32, which are not packed yet."""
     if found.conflict or found.axes != array.axes:
         reason = found.conflict or f"products contract it over axes {found.axes}"
         raise ValueError(
-            f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
+            f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its "
+            f"format, "
             "or remove it from `stats`"
         )
     values, gram = array.codes, jnp.asarray(found.gram, jnp.float32)
@@ -350,8 +366,9 @@ def _corrected(path, array, found):
 
 
 def _searched(array, weights):
-    """For each block of values, selects the scale with the least weighted squared rounding error. Positive and negative
-    scales are tried, because 4-bit codes represent one more negative value than positive values."""
+    """For each block of values, selects the scale with the least weighted squared rounding error.
+    Positive and negative scales are tried, because 4-bit codes represent one more negative value
+    than positive values."""
     best, least = array.scale, jnp.inf
     for factor in np.outer([1, -1], np.linspace(1, 0.54, 24)).flat if array.format.packed else ():
         candidate = dataclasses.replace(array, scale=array.scale * factor)
@@ -363,23 +380,26 @@ def _searched(array, weights):
 
 
 def unrounded(path: str, w: Any, format: Format) -> Quantized:
-    """Returns a `Quantized` object whose attribute `codes` contains the values of w in float32, before rounding. The
-    scale of each block is max|w| / `format.largest`."""
+    """Returns a `Quantized` object whose attribute `codes` contains the values of w in float32,
+    before rounding. The scale of each block is max|w| / `format.largest`."""
     axes = _axes(path, w, format)
     if not w.size:
         raise ValueError(
-            f"quantize: {path} has no values, its shape is {tuple(w.shape)}; exclude it from the recipe"
+            f"quantize: {path} has no values, its shape is {tuple(w.shape)}; exclude it from the "
+            f"recipe"
         )
     last, n = axes[-1], w.shape[axes[-1]]
     group = n if format.group is None else format.group
     if n % group:
         raise ValueError(
-            f"quantize: {path} has {n} values along axis {last}, which cannot be divided into groups of "
+            f"quantize: {path} has {n} values along axis {last}, which cannot be divided into "
+            f"groups of "
             f"{group}; use group=None or a divisor of {n}"
         )
     if format.packed and n % 2:
         raise ValueError(
-            f"quantize: {path} has {n} values along axis {last}; {type(format).__name__} needs an even "
+            f"quantize: {path} has {n} values along axis {last}; {type(format).__name__} needs an "
+            f"even "
             "number"
         )
     values, group = jnp.asarray(w, jnp.float32), None if group == n else group
@@ -391,8 +411,8 @@ def unrounded(path: str, w: Any, format: Format) -> Quantized:
 
 
 def _over_blocks(reduce, values, axes, group):
-    """Reduces values over the contracted axes, or over each group of values along the last contracted axis. The result
-    has the shape of the scales."""
+    """Reduces values over the contracted axes, or over each group of values along the last
+    contracted axis. The result has the shape of the scales."""
     if group is None:
         return reduce(values, axes, keepdims=True)
     at = values.ndim + axes[-1]
@@ -415,7 +435,8 @@ def _axes(path, w, format) -> tuple[int, ...]:
 
 
 def materialize(params: Any) -> Any:
-    """Replaces the implicit arrays of a tree, such as quantized arrays, by the plain arrays that they represent.
+    """Replaces the implicit arrays of a tree, such as quantized arrays, by the plain arrays that
+    they represent.
 
     >>> params = compress.quantize({"kernel": jnp.eye(2)}, {"kernel": compress.Int8()})
     >>> compress.materialize(params)["kernel"].tolist()
@@ -425,7 +446,8 @@ def materialize(params: Any) -> Any:
 
 
 def size(params: Any) -> int:
-    """Returns the number of bytes of all arrays in a tree, including those within implicit arrays such as `Quantized`.
+    """Returns the number of bytes of all arrays in a tree, including those within implicit arrays
+    such as `Quantized`.
 
     >>> params = {"kernel": jnp.zeros((4, 8))}
     >>> compress.size(params), compress.size(compress.quantize(params, {"kernel": compress.Int8()}))

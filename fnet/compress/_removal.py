@@ -1,4 +1,5 @@
-"""Selects the indices (such as channels) to prune, given a fraction to keep or a maximum of FLOPs or seconds."""
+"""Selects the indices (such as channels) to prune, given a fraction to keep or a maximum of FLOPs
+or seconds."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _STEPS = 8  # iterations of the bisection: the fraction is found to 1 / 256
 
 
 def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
-    """Returns a function that computes f for pruned arguments. `found` states which indices remain in each pruned
-    array, {key of the array: `Cut`}."""
+    """Returns a function that computes f for pruned arguments. `found` states which indices remain
+    in each pruned array, {key of the array: `Cut`}."""
 
     @wraps(f)
     def shrunk(*args, **kwargs):
@@ -28,17 +29,20 @@ def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
 
 
 class Removal:
-    """Selects the indices to remove from the parameters of a call, and estimates the FLOPs and the time without these
-    indices.
+    """Selects the indices to remove from the parameters of a call, and estimates the FLOPs and the
+    time without these indices.
 
     Args:
-        free: the groups of parameter axes that can be pruned. The same indices are removed from all axes of a group.
-        fractions: the fractions that the user specified with `keep`, {identifier of a group of axes: fraction of the
+        free: the groups of parameter axes that can be pruned. The same indices are removed from all
+        axes of a group. fractions: the fractions that the user specified with `keep`, {identifier
+        of a group of axes: fraction of the
             indices to keep}. The identifier of a group of axes is the integer `Group.atom`.
-        ranks: the order of the indices, {identifier of a group of axes: all indices, the most important first}.
-        chip: the chip for which the method `seconds` estimates the time of the function, or None. If a chip is given,
-            the sizes of pruned axes are rounded up to multiples of the tile sizes of the chip's matrix units. If `chip`
-            is None, the sizes of pruned axes are not rounded to tile sizes.
+        ranks: the order of the indices, {identifier of a group of axes: all indices, the most
+            important first}.
+        chip: the chip for which the method `seconds` estimates the time of the function, or None.
+            If a chip is given, the sizes of pruned axes are rounded up to multiples of the tile
+            sizes of the chip's matrix units. If `chip` is None, the sizes of pruned axes are not
+            rounded to tile sizes.
     """
 
     def __init__(
@@ -59,9 +63,9 @@ class Removal:
         }
 
     def kept(self, fraction: float) -> dict[int, np.ndarray]:
-        """Returns {identifier of a group of axes: the indices that remain}, for the groups from which indices are
-        removed. `fraction` is the fraction of indices to keep in each group for which the user did not specify a
-        fraction."""
+        """Returns {identifier of a group of axes: the indices that remain}, for the groups from
+        which indices are removed. `fraction` is the fraction of indices to keep in each group for
+        which the user did not specify a fraction."""
         found = {}
         for group in self._free:
             tile = self._tiles[group.atom]
@@ -72,8 +76,9 @@ class Removal:
         return found
 
     def largest(self, name: str, limit: float) -> float:
-        """Returns the largest fraction of the indices (such as channels) that can be kept so that the pruned function
-        needs at most `limit` FLOPs or seconds. `name` is "flops" or "seconds"."""
+        """Returns the largest fraction of the indices (such as channels) that can be kept so that
+        the pruned function needs at most `limit` FLOPs or seconds. `name` is "flops" or
+        "seconds"."""
         units = {
             "flops": "FLOPs",
             "seconds": f"s at the roofline of {self.chip and self.chip.name}",
@@ -81,12 +86,14 @@ class Removal:
         cost = lambda fraction: getattr(self, name)(self.kept(fraction))
         if (whole := cost(1)) <= limit:
             raise ValueError(
-                f"shrink: {name}={limit:.4g} removes nothing: the function needs {whole:.4g} {units}"
+                f"shrink: {name}={limit:.4g} removes nothing: the function needs {whole:.4g} "
+                f"{units}"
             )
         if (least := cost(0)) > limit:
             raise ValueError(
                 f"shrink: {name}={limit:.4g} cannot be reached: with the fewest indices"
-                f"{' that fill the tiles' if self.chip else ''} the function needs {least:.4g} {units}"
+                f"{' that fill the tiles' if self.chip else ''} the function needs {least:.4g} "
+                f"{units}"
             )
         low, high = 0.0, 1.0
         for _ in range(_STEPS):
@@ -103,7 +110,8 @@ class Removal:
         ).total.seconds
         if found is None:
             raise ValueError(
-                f"shrink: the time on {self.chip.name} cannot be estimated, because its peak rates are "
+                f"shrink: the time on {self.chip.name} cannot be estimated, because its peak rates "
+                f"are "
                 "unknown; pass chip=, or the result of hardware.measure()"
             )
         return found
@@ -124,8 +132,8 @@ def _type(x: Any) -> Any:
 
 
 def _tile(call, group, chip) -> int:
-    """Returns a number n. If the number of remaining indices of `group` is a multiple of n, the axes of `group` fill
-    whole tiles (blocks) of the chip's matrix units."""
+    """Returns a number n. If the number of remaining indices of `group` is a multiple of n, the
+    axes of `group` fill whole tiles (blocks) of the chip's matrix units."""
     unit = 1
     for i, axis, position in group.members:
         sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]

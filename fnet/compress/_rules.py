@@ -22,8 +22,8 @@ _VECTORS = {
 
 
 def is_kernel(path: Any, leaf: Any) -> bool:
-    """Whether a leaf is a kernel or an embedding table. A kernel or embedding table is floating point and has at least
-    two axes, and its name is not bias, scale, b or offset."""
+    """Whether a leaf is a kernel or an embedding table. A kernel or embedding table is floating
+    point and has at least two axes, and its name is not bias, scale, b or offset."""
     return (
         keystr(path[-1:], simple=True) not in _VECTORS
         and len(getattr(leaf, "shape", ())) >= 2
@@ -39,20 +39,22 @@ def apply_rules(
     accepts: Callable,
     change: Callable,
 ) -> Any:
-    """Replaces kernels and embedding tables by `change(path, leaf, option)`. A leaf is replaced if a pattern of `rules`
-    matches its path and `accepts(leaf)` is true. The argument `option` of `change` is the value of the matching pattern
-    in `rules`.
+    """Replaces kernels and embedding tables by `change(path, leaf, option)`. A leaf is replaced if
+    a pattern of `rules` matches its path and `accepts(leaf)` is true. The argument `option` of
+    `change` is the value of the matching pattern in `rules`.
 
     Args:
         who: the name of the public function, for error messages.
         params: a tree of arrays, in which implicit arrays (such as `Quantized`) are leaves.
-        rules: {pattern: option}. A pattern is a regular expression that matches the whole path of a leaf, or the first
-            parts of the path. If several patterns match a leaf, the first of these patterns applies.
+        rules: {pattern: option}. A pattern is a regular expression that matches the whole path of a
+            leaf, or the first parts of the path. If several patterns match a leaf, the first of
+            these patterns applies.
         check: `check(pattern, option)` raises an error for an invalid option.
 
     Raises:
         TypeError: `rules` is not a mapping with strings as keys.
-        ValueError: a pattern is not a regular expression, or matches no kernel or embedding table that can be replaced.
+        ValueError: a pattern is not a regular expression, or matches no kernel or embedding table
+            that can be replaced.
     """
     kernels = [
         (keystr(path, simple=True, separator="/"), leaf)
@@ -81,12 +83,13 @@ def matching(
     check: Callable = lambda pattern, option: None,
     others: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Returns {path: pattern} for the paths that a pattern matches. A pattern must match the whole path, or the first
-    parts of the path, such as `blocks` in `blocks/0/kernel`. If several patterns match a path, the first pattern is
-    returned. Raises the errors of `apply_rules`.
+    """Returns {path: pattern} for the paths that a pattern matches. A pattern must match the whole
+    path, or the first parts of the path, such as `blocks` in `blocks/0/kernel`. If several patterns
+    match a path, the first pattern is returned. Raises the errors of `apply_rules`.
 
-    The arguments `who`, `what` and `others` are used only for error messages. `who` is the name of the public function,
-    `what` is the kind of the leaves, and `others` is {path: name of the class} for the leaves that cannot be changed.
+    The arguments `who`, `what` and `others` are used only for error messages. `who` is the name of
+    the public function, `what` is the kind of the leaves, and `others` is {path: name of the class}
+    for the leaves that cannot be changed.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
         raise TypeError(f"{who}: expected rules {{pattern: option}}; got {rules!r}")
@@ -104,7 +107,8 @@ def matching(
         done = next(filter(matches, others), None)
         if not matched and done is not None:
             raise ValueError(
-                f"{who}: {done!r}, which the pattern {pattern!r} matches, is a {others[done]} already; "
+                f"{who}: {done!r}, which the pattern {pattern!r} matches, is a {others[done]} "
+                f"already; "
                 "remove the pattern, or pass the original parameters"
             )
         if not matched:

@@ -27,11 +27,13 @@ def scores(
     kwargs: dict,
     loss: Callable | None,
 ) -> dict[int, np.ndarray]:
-    """Returns {identifier of a group of axes: array with the score of each index, such as a channel}. The axes of a
-    group are pruned together. The identifier of a group is the integer `Group.atom`.
+    """Returns {identifier of a group of axes: array with the score of each index, such as a
+    channel}. The axes of a group are pruned together. The identifier of a group is the integer
+    `Group.atom`.
 
     Raises:
-        ValueError: a score is not finite, or no activations are multiplied by parameters along an axis of `groups`.
+        ValueError: a score is not finite, or no activations are multiplied by parameters along an
+            axis of `groups`.
     """
     found = _scores(method, call, groups, f, args, kwargs, loss)
     for group in groups:
@@ -39,14 +41,18 @@ def scores(
         name = f"{call.leaves[i].path} ({axis})"
         if group.atom not in found:
             raise ValueError(
-                f"shrink: score='activations' cannot rank the indices of {name}: no matrix product or "
-                "convolution of an activation and a parameter, outside of while loops and branches of "
+                f"shrink: score='activations' cannot rank the indices of {name}: no matrix product "
+                f"or "
+                "convolution of an activation and a parameter, outside of while loops and branches "
+                "of "
                 f"cond, sums over them. Use another score, or keep={{{call.leaves[i].path!r}: 1}}"
             )
         if not np.isfinite(found[group.atom]).all():
             raise ValueError(
-                f"shrink: the scores of {name} are NaN or infinite, so its indices cannot be ranked; pass "
-                "finite parameters, and arguments on which the function and its derivatives are finite"
+                f"shrink: the scores of {name} are NaN or infinite, so its indices cannot be "
+                f"ranked; pass "
+                "finite parameters, and arguments on which the function and its derivatives are "
+                "finite"
             )
     return found
 
@@ -71,9 +77,10 @@ def _scores(method, call, groups, f, args, kwargs, loss) -> dict[int, np.ndarray
 
 
 def _mean_square(call, x, i, axis, position):
-    """Splits an axis of x into several smaller axes, of which the integer `position` selects one. Returns the mean
-    square of x for each index along the selected axis. For example, if an axis of x is split into [heads, head_dim],
-    `position` 0 selects the axis of heads, and the result contains one mean square for each head."""
+    """Splits an axis of x into several smaller axes, of which the integer `position` selects one.
+    Returns the mean square of x for each index along the selected axis. For example, if an axis of
+    x is split into [heads, head_dim], `position` 0 selects the axis of heads, and the result
+    contains one mean square for each head."""
     sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
     x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
     return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))
@@ -84,8 +91,8 @@ def _arrays(tree):
 
 
 def _gradients(f, args, kwargs, loss):
-    """Returns the derivatives of loss(f(...)) with respect to the arrays of the parameters. For integer arrays, the
-    derivatives are zeros."""
+    """Returns the derivatives of loss(f(...)) with respect to the arrays of the parameters. For
+    integer arrays, the derivatives are zeros."""
     floating = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
     moving, rebuild = array_leaves(args[0], floating)
     slopes = iter(
@@ -95,10 +102,11 @@ def _gradients(f, args, kwargs, loss):
 
 
 def _activations(call) -> dict[int, np.ndarray]:
-    """Returns {identifier of a group of axes: array with the score of each index, such as a channel}. The score of an
-    index is the mean square of the elements at this index in the activations that are multiplied by parameters. If
-    several matrix products or convolutions sum over axes that are pruned together, the score of an index is the sum of
-    the mean squares for all these operations."""
+    """Returns {identifier of a group of axes: array with the score of each index, such as a
+    channel}. The score of an index is the mean square of the elements at this index in the
+    activations that are multiplied by parameters. If several matrix products or convolutions sum
+    over axes that are pruned together, the score of an index is the sum of the mean squares for all
+    these operations."""
     arrays = [jnp.asarray(leaf.array) for leaf in call.leaves]
     evaluate = lambda *arrays: observe(call.program, list(arrays))
     names = [

@@ -1,4 +1,5 @@
-"""Finds field values (such as a smaller width) for which a model computes the same as its pruned version."""
+"""Finds field values (such as a smaller width) for which a model computes the same as its pruned
+version."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ _MOST = 512  # combinations of fields that are tried
 def smaller_model(
     f: Any, shrunk: Callable, args: tuple, kwargs: dict, removed: Mapping[str, Cut]
 ) -> Any:
-    """Finds a model that has the same class as f and the same results as the pruned function `shrunk`.
+    """Finds a model that has the same class as f and the same results as the pruned function
+    `shrunk`.
 
-    The returned model has smaller values of fields such as the width. A model is accepted if its traced program has the
-    same operations and the same constants as the traced program of `shrunk`. If no such model is found, the result is
-    None.
+    The returned model has smaller values of fields such as the width. A model is accepted if its
+    traced program has the same operations and the same constants as the traced program of `shrunk`.
+    If no such model is found, the result is None.
 
     Args:
         f: a model. If f is not a dataclass, the result is None.

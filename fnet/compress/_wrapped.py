@@ -1,4 +1,5 @@
-"""The base class of parameter wrappers. A wrapper of a parameter records how a program uses the parameter."""
+"""The base class of parameter wrappers. A wrapper of a parameter records how a program uses the
+parameter."""
 
 from __future__ import annotations
 

@@ -8,16 +8,16 @@ from collections.abc import Iterable
 
 from fnet.export._signature import satisfied
 
-# Different sizes for different variables, so that confused axes are seen. The second choice has one example, the most
-# frequent batch, and other lengths.
+# Different sizes for different variables, so that confused axes are seen. The second choice has one
+# example, the most frequent batch, and other lengths.
 _FIRST = 3, 4, 5, 7, 2, 6, 8, 11, 13, 16, 32, 33, 48, 64, 128, 224, 1
 _SECOND = 1, 5, 7, 4, 6, 8, 2, 3, 16, 9, 24, 32, 65, 96, 192, 256
 _TRIED = 50_000
 
 
 def choices(names: Iterable[str], constraints: Iterable[str] = ()) -> list[dict[str, int]]:
-    """Returns two choices of sizes that satisfy the constraints, the smaller first: [{name: size}]. There are fewer if
-    the constraints allow only one choice, or if none is found.
+    """Returns two choices of sizes that satisfy the constraints, the smaller first: [{name: size}].
+    There are fewer if the constraints allow only one choice, or if none is found.
 
     >>> choices(["b", "t"], ["t <= 4", "mod(t, 2) == 0"])
     [{'b': 3, 't': 4}, {'b': 1, 't': 4}]

@@ -1,8 +1,9 @@
 """Draws inputs with which an exported program is compared with the original.
 
-A comparison shows only what its inputs can show: with lengths of 0 and 1 no mask is wrong, and with normal numbers no
-logarithm loses its digits near 0. So each integer is drawn from the range in which the program uses it, which `Ranges`
-reads from the stable form, and there are several rounds with inputs of different kinds.
+A comparison shows only what its inputs can show: with lengths of 0 and 1 no mask is wrong, and with
+normal numbers no logarithm loses its digits near 0. So each integer is drawn from the range in
+which the program uses it, which `Ranges` reads from the stable form, and there are several rounds
+with inputs of different kinds.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class Use:
     """How a program uses an integer input.
 
     Attributes:
-        limits: the sizes, numbers or expressions, of the axes that the input indexes or is compared with.
-        index: whether the input is an index of such an axis, which must be less than the size. A length may equal it.
-        divides: whether something is divided by the input.
+        limits: the sizes, numbers or expressions, of the axes that the input indexes or is compared
+            with.
+        index: whether the input is an index of such an axis, which must be less than the size. A
+        length may equal it. divides: whether something is divided by the input.
     """
 
     limits: set = dataclasses.field(default_factory=set)
@@ -49,8 +51,8 @@ class Ranges:
 
     Attributes:
         uses: the `Use` of each integer input, {index of the value: Use}.
-        loops: whether the program contains a loop whose number of steps depends on values. Its inputs are small, so
-            that it ends.
+        loops: whether the program contains a loop whose number of steps depends on values. Its
+            inputs are small, so that it ends.
         divides: whether the program divides integers.
         casts: whether the program converts floating-point numbers to integers.
     """
@@ -72,7 +74,8 @@ class Ranges:
         return [] if isinstance(a, list) else self.values[a][1]
 
     def _body(self, body, extents):
-        """Reads a body from its end to its beginning. `extents` are the sizes that values were counted to."""
+        """Reads a body from its end to its beginning. `extents` are the sizes that values were
+        counted to."""
         extents = self._extents(body, dict(extents))
         for operation, ins, outs, options, _ in reversed(body["equations"]):
             integers = [a for a in ins if isinstance(a, int) and self._kind(a) in "iu"]
@@ -170,8 +173,9 @@ def drawn(
     Args:
         described: the inputs, [(name, tree of {"dtype", "shape"})].
         ranges: how the program uses the inputs.
-        kind: "usual": normal floating-point numbers, and integers that the program expects. "extreme": floating-point
-            numbers near 0 and far out, and integers outside their range. "special": NaN and Inf, too.
+        kind: "usual": normal floating-point numbers, and integers that the program expects.
+            "extreme": floating-point numbers near 0 and far out, and integers outside their range.
+            "special": NaN and Inf, too.
     """
     draw, flat = np.random.default_rng([ROUNDS.index(kind), seed]), []
     places = iter(ranges.inputs[max(len(ranges.inputs) - len(described_leaves(described)), 0) :])
@@ -202,8 +206,8 @@ def drawn(
 
 
 def cases(description: Mapping[str, Any], stable: Mapping[str, Any] | None) -> list[list]:
-    """Returns inputs for the tests in a bundle, as lists of leaves. If no sizes are found that satisfy the constraints
-    of the program, there are none."""
+    """Returns inputs for the tests in a bundle, as lists of leaves. If no sizes are found that
+    satisfy the constraints of the program, there are none."""
     ranges, described = Ranges(stable), description["inputs"]
     sizes = choices(size_variables(described), description["constraints"])
     return [
@@ -214,8 +218,8 @@ def cases(description: Mapping[str, Any], stable: Mapping[str, Any] | None) -> l
 
 
 def rounds(described: list, sizes: list[dict[str, int]]) -> list[tuple[dict[str, int], str, int]]:
-    """Returns the choices (sizes, kind, seed) of a check. Small inputs cannot hold all values, so they are drawn with
-    several seeds."""
+    """Returns the choices (sizes, kind, seed) of a check. Small inputs cannot hold all values, so
+    they are drawn with several seeds."""
     found = []
     for i, chosen in enumerate(sizes):
         largest = max(
@@ -247,8 +251,8 @@ def _array(draw, dtype, shape, use, sizes, ranges, kind, seed):
 
 
 def _placed(draw, x, values, seed):
-    """Writes special values to elements of x: to half of few elements, to a quarter of many. Successive seeds write
-    successive values."""
+    """Writes special values to elements of x: to half of few elements, to a quarter of many.
+    Successive seeds write successive values."""
     flat = x.reshape(-1)
     count = min(flat.size, max(1, flat.size // (2 if flat.size < 4 * len(values) else 4)))
     at = draw.permutation(flat.size)[:count]

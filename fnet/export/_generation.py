@@ -13,21 +13,25 @@ from fnet.export._spec import spec, spec_of
 
 
 def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
-    """Returns the program with two more entry points (functions), with which `fnet serve` generates text.
+    """Returns the program with two more entry points (functions), with which `fnet serve` generates
+    text.
 
-    The new entry points are "prefill" and "decode". "prefill" reads several tokens of each text, and "decode" reads one
-    token of each text. The inputs of "prefill" and of "decode" are tokens and a cache. Each of "prefill" and "decode"
-    returns a dict {"logits": logits, "cache": cache}, which contains the logits of the last token, [batch, vocab_size],
-    and the new cache. The functions "prefill" and "decode" use the weights of the entry point "predict". For the first
+    The new entry points are "prefill" and "decode". "prefill" reads several tokens of each text,
+    and "decode" reads one token of each text. The inputs of "prefill" and of "decode" are tokens
+    and a cache. Each of "prefill" and "decode" returns a dict {"logits": logits, "cache": cache},
+    which contains the logits of the last token, [batch, vocab_size], and the new cache. The
+    functions "prefill" and "decode" use the weights of the entry point "predict". For the first
     call of "prefill" or "decode", all elements of the cache must be 0.
 
-        program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <= 1024"))
-        export.generation(program, gpt, context=1024).save("gpt.fnet", tokenizer="characters.json")
+        program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <=
+        1024")) export.generation(program, gpt, context=1024).save("gpt.fnet",
+        tokenizer="characters.json")
 
     Args:
         program: the program of the model, from `export.program`.
-        model: a decoder such as GPT, Decoder or LSTMLanguageModel. `model(params, tokens, state=cache)` must return
-            (logits [batch, time, vocab_size], cache), and `model.cache` must create the cache.
+        model: a decoder such as GPT, Decoder or LSTMLanguageModel. `model(params, tokens,
+            state=cache)` must return (logits [batch, time, vocab_size], cache), and `model.cache`
+            must create the cache.
         context: the maximum number of tokens of a text, an integer.
 
     >>> from fnet import export, models

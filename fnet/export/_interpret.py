@@ -1,10 +1,12 @@
 """Runs an exported program with NumPy.
 
-This module evaluates the stable form of a program, which is a description of the program as JSON data that does not
-depend on the version of JAX. Every bundle (file of an exported model) contains a copy of this module as interpret.py.
+This module evaluates the stable form of a program, which is a description of the program as JSON
+data that does not depend on the version of JAX. Every bundle (file of an exported model) contains a
+copy of this module as interpret.py.
 
-This module uses NumPy instead of JAX. Therefore, the module can run a program that the installed version of JAX cannot
-read. If JAX can read a program, the results of this module can be compared with those of JAX. This module is slow.
+This module uses NumPy instead of JAX. Therefore, the module can run a program that the installed
+version of JAX cannot read. If JAX can read a program, the results of this module can be compared
+with those of JAX. This module is slow.
 """
 
 import functools
@@ -28,11 +30,12 @@ def run(program, constants, inputs, sizes, around=None):
 
     Args:
         program: the stable form of the program, a dict that was read from JSON.
-        constants, inputs: the values of the constants and of the inputs, two lists of arrays in the order of the lists
-            "constants" and "inputs" in `program`.
+        constants, inputs: the values of the constants and of the inputs, two lists of arrays in the
+            order of the lists "constants" and "inputs" in `program`.
         sizes: the values of the size variables (symbolic sizes), {name: integer}.
-        around: a function (name of an operation, its function of arrays, the arrays, types of the results) that is
-            called in place of the operation's function, see rounding.py. Default None: the function itself is called.
+        around: a function (name of an operation, its function of arrays, the arrays, types of the
+            results) that is called in place of the operation's function, see rounding.py. Default
+            None: the function itself is called.
 
     Returns:
         The list of outputs.
@@ -92,8 +95,9 @@ def _narrow(dtype):
 
 
 def _flushed(x):
-    """Replaces subnormal numbers by zeros of the same sign, as XLA does on CPUs wherever it computes with numbers, but
-    not where it moves, negates or selects them. Numbers of float16 are computed in float32, where none is subnormal."""
+    """Replaces subnormal numbers by zeros of the same sign, as XLA does on CPUs wherever it
+    computes with numbers, but not where it moves, negates or selects them. Numbers of float16 are
+    computed in float32, where none is subnormal."""
     smallest = _SMALLEST.get(x.dtype.name)
     if smallest is None:
         return x
@@ -165,8 +169,8 @@ def _unsigned(x):
 
 
 def _shifted(function):
-    """Returns a function that shifts integers. All bits are shifted out if the distance, read as an unsigned number, is
-    as large as the number of bits."""
+    """Returns a function that shifts integers. All bits are shifted out if the distance, read as an
+    unsigned number, is as large as the number of bits."""
 
     def shift(x, n):
         distance, bits = _unsigned(n), 8 * x.itemsize
@@ -263,7 +267,8 @@ def _pad(run, options, types, x, value):
 
 
 def padded(x, padding, value):
-    """Pads each axis of x by [low, high, interior] elements, like `lax.pad`. Negative padding removes elements."""
+    """Pads each axis of x by [low, high, interior] elements, like `lax.pad`. Negative padding
+    removes elements."""
     shape = [n + max(n - 1, 0) * inside for n, (_, _, inside) in zip(x.shape, padding)]
     y = np.full(
         [n + max(low, 0) + max(high, 0) for n, (low, high, _) in zip(shape, padding)],
@@ -309,10 +314,12 @@ def _signed(indices):
 
 
 def _where(options, shape, indices, sizes, dropped):
-    """Returns the positions of the elements that a gather or scatter accesses, and whether its windows are in bounds.
+    """Returns the positions of the elements that a gather or scatter accesses, and whether its
+    windows are in bounds.
 
-    The first result is a tuple with one index array for each axis of the operand. The index arrays broadcast to
-    [*batch, *window]. The second result states for each window (block of elements) whether it lies inside the operand.
+    The first result is a tuple with one index array for each axis of the operand. The index arrays
+    broadcast to [*batch, *window]. The second result states for each window (block of elements)
+    whether it lies inside the operand.
     """
     batch, indices = indices.shape[:-1], _signed(indices)
     windows = [
@@ -415,8 +422,8 @@ def _top_k(run, options, types, x):
 
 
 def _cumulative(function, start):
-    """Combines the elements in the order of XLA, which first combines them within columns of 16 elements. Where numbers
-    overflow or are rounded, the order changes the results."""
+    """Combines the elements in the order of XLA, which first combines them within columns of 16
+    elements. Where numbers overflow or are rounded, the order changes the results."""
 
     def within(x, value, reverse):
         y, n = np.full_like(x, value), len(x)
@@ -452,9 +459,9 @@ _COLUMN = 16
 
 
 def _reduce(function, start):
-    """Combines the elements one after another in the order of XLA, which first combines blocks of 32 elements of long
-    axes. Where numbers overflow or are rounded, the order changes the results: numbers of float16 and bfloat16 are
-    rounded in each step."""
+    """Combines the elements one after another in the order of XLA, which first combines blocks of
+    32 elements of long axes. Where numbers overflow or are rounded, the order changes the results:
+    numbers of float16 and bfloat16 are rounded in each step."""
 
     def reduce(run, options, types, x):
         axes, value = options["axes"], start(x.dtype)
@@ -495,7 +502,8 @@ def _reduce_exactly(function, start):
 
 
 def _by_kind(numbers, integers):
-    """Returns an operation that evaluates `integers` for integers and booleans, whose results depend on no order."""
+    """Returns an operation that evaluates `integers` for integers and booleans, whose results
+    depend on no order."""
     return lambda run, options, types, x: (integers if x.dtype.kind in "iub" else numbers)(
         run, options, types, x
     )
@@ -527,8 +535,9 @@ def _dot(run, options, types, x, y):
 
 
 def _taps(x, options, window):
-    """Yields (position, slices) for each position in the window of a pooling or convolution. x[slices] contains one
-    element of each window, the element at this position. x must already be padded and dilated."""
+    """Yields (position, slices) for each position in the window of a pooling or convolution.
+    x[slices] contains one element of each window, the element at this position. x must already be
+    padded and dilated."""
     for at in np.ndindex(*window):
         stops = [
             i * d + (n - (w - 1) * d - 1) // s * s + 1
@@ -602,8 +611,9 @@ def _one(dtype):
 
 
 def _window_select_add(run, options, types, source, x):
-    """Adds each element of `source` to the element of its window that is selected: an element replaces the selected one
-    if that is not at least (at most) as large, so that NaN is replaced by the next element and replaces any other."""
+    """Adds each element of `source` to the element of its window that is selected: an element
+    replaces the selected one if that is not at least (at most) as large, so that NaN is replaced by
+    the next element and replaces any other."""
     keeps = np.greater_equal if options["largest"] else np.less_equal
     spaced = _spaced(options, run)
     x_padded = padded(_flushed(x), spaced, (_lowest if options["largest"] else _highest)(x.dtype))
@@ -667,8 +677,8 @@ def _power_of(run, options, types, x):
 
 
 def _reduce_precision(run, options, types, x):
-    """Rounds to the nearest number with fewer bits, of two equally near ones to the even one. Too large numbers become
-    infinite, too small ones zero."""
+    """Rounds to the nearest number with fewer bits, of two equally near ones to the even one. Too
+    large numbers become infinite, too small ones zero."""
     exponent, mantissa = {
         "float16": (5, 10),
         "bfloat16": (8, 7),

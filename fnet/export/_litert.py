@@ -1,9 +1,11 @@
-"""Writes programs as LiteRT models, and compares the outputs of LiteRT's interpreter with those of the program.
+"""Writes programs as LiteRT models, and compares the outputs of LiteRT's interpreter with those of
+the program.
 
-The package litert-converter converts StableHLO to LiteRT (see `_litert_converter`). It does not support loops, and
-supports symbolic sizes in only some operations. Therefore a program is converted with fixed sizes and with unrolled
-scans. The conversion starts from a JSON description of the program (see `jaxpr.stable`). For each choice of sizes, the
-LiteRT model contains one signature, that is, a function that can be called.
+The package litert-converter converts StableHLO to LiteRT (see `_litert_converter`). It does not
+support loops, and supports symbolic sizes in only some operations. Therefore a program is converted
+with fixed sizes and with unrolled scans. The conversion starts from a JSON description of the
+program (see `jaxpr.stable`). For each choice of sizes, the LiteRT model contains one signature,
+that is, a function that can be called.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ _LARGE = 2_000_000_000  # bytes of a file above which its flatbuffer does not co
 _SMALLEST = 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 224, 256
 
 
-# With float16, weights are converted to float32 when they are used. With int8, weights have one scale for each output
-# channel, and the other operands of products are rounded to int8 at run time, with a scale for the range of each batch.
+# With float16, weights are converted to float32 when they are used. With int8, weights have one
+# scale for each output channel, and the other operands of products are rounded to int8 at run time,
+# with a scale for the range of each batch.
 _RECIPES: dict[str, dict] = {
     "float16": {
         "algorithm_key": "float_casting",
@@ -93,12 +96,14 @@ def save(
     dtype: str = "float32",
     check: bool = True,
 ) -> None:
-    """Writes an entry point (a function of the program) as a LiteRT model. `Program.litert` documents the arguments."""
+    """Writes an entry point (a function of the program) as a LiteRT model. `Program.litert`
+    documents the arguments."""
     if dtype not in TOLERANCE:
         raise ValueError(f"Program.litert: dtype={dtype!r}: expected {', '.join(TOLERANCE)}")
     if entry not in program.entries:
         raise ValueError(
-            f"Program.litert: there is no entry point {entry!r}; there are {', '.join(program.entries)}"
+            f"Program.litert: there is no entry point {entry!r}; there are "
+            f"{', '.join(program.entries)}"
         )
     signatures = _signatures(program.entries[entry], entry, sizes)
     _interpreter()
@@ -144,7 +149,8 @@ def _check_dtypes(stable) -> None:
             dtype = a[0] if isinstance(a, list) else stable["values"][a][0]
             if dtype in ("bfloat16", "float16", "float64"):
                 raise Unsupported(
-                    f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} computes in "
+                    f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} computes "
+                    f"in "
                     f"{dtype}, which LiteRT does not support; export the float32 model"
                 )
 
@@ -161,8 +167,8 @@ def _equations(body) -> Iterable[list]:
 
 
 def _named(stable, sizes, error) -> Unsupported:
-    """Names the operation that cannot be converted or run, which the error of the converter often does not. Converts
-    each kind of operation alone."""
+    """Names the operation that cannot be converted or run, which the error of the converter often
+    does not. Converts each kind of operation alone."""
     tried = set()
     for equation in _equations(stable):
         operation, operands, results, options, path = equation
@@ -193,7 +199,8 @@ def _named(stable, sizes, error) -> Unsupported:
             )
         except Unsupported as why:
             return Unsupported(
-                f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} is not supported: "
+                f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} is not "
+                f"supported: "
                 f"{str(why).removeprefix('LiteRT: ')}"
             )
         except Exception:  # a loop that reads constants of the program
@@ -206,7 +213,8 @@ def _warn(stable) -> None:
     where = _differing(stable)
     if where:
         parts = [
-            f"{operation} at {paths[0]!r}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: "
+            f"{operation} at "
+            f"{paths[0]!r}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: "
             f"{_litert_values.DIFFERS[operation]}"
             for operation, paths in where.items()
         ]
@@ -243,11 +251,12 @@ def compare(
     inputs: list | None = None,
     tolerance: float = TOLERANCE["float32"],
 ) -> float:
-    """Runs a signature (function) of a LiteRT model in LiteRT, and compares its outputs with those of the program: for
-    the given leaves of inputs, or in several rounds for drawn ones (see `_examples`).
+    """Runs a signature (function) of a LiteRT model in LiteRT, and compares its outputs with those
+    of the program: for the given leaves of inputs, or in several rounds for drawn ones (see
+    `_examples`).
 
-    With the default tolerance, each element is compared. A larger tolerance, for rounded weights, is relative to the
-    largest element of the output, and only usual inputs are drawn.
+    With the default tolerance, each element is compared. A larger tolerance, for rounded weights,
+    is relative to the largest element of the output, and only usual inputs are drawn.
 
     Returns:
         The largest relative difference.
@@ -329,16 +338,17 @@ def _interpreter() -> Any:
         version = ".".join(map(str, sys.version_info[:2]))
         raise ImportError(
             f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]', then pip install "
-            "--no-deps litert-converter==0.5.0. They exist for some versions of Python and systems alone"
+            "--no-deps litert-converter==0.5.0. They exist for some versions of Python and systems "
+            "alone"
             f"; this is Python {version} on {sys.platform} ({error})"
         ) from None
     return Interpreter
 
 
 def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
-    """Returns {name of a function of the LiteRT model: {name of a symbolic size: value}}. If a program is exported for
-    only one choice of its symbolic sizes, the signature in the LiteRT file has the name of the exported function (entry
-    point)."""
+    """Returns {name of a function of the LiteRT model: {name of a symbolic size: value}}. If a
+    program is exported for only one choice of its symbolic sizes, the signature in the LiteRT file
+    has the name of the exported function (entry point)."""
     variables = size_variables(traced.inputs)
     if sizes is None:
         choices = [default_sizes(traced)]
@@ -370,9 +380,10 @@ def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
 
 
 def default_sizes(traced: Any) -> dict[str, int]:
-    """Returns {size variable: default value}. `save` uses the default values if its argument `sizes` is None. The
-    default value of a size variable is its upper bound, such as 64 for t <= 64. For a size variable without an upper
-    bound, the default value is the smallest number in `_SMALLEST` that satisfies the constraints of the program."""
+    """Returns {size variable: default value}. `save` uses the default values if its argument
+    `sizes` is None. The default value of a size variable is its upper bound, such as 64 for t <=
+    64. For a size variable without an upper bound, the default value is the smallest number in
+    `_SMALLEST` that satisfies the constraints of the program."""
     names = size_variables(traced.inputs)
     bounds = {
         name: int(n)
@@ -391,7 +402,8 @@ def default_sizes(traced: Any) -> dict[str, int]:
 
 
 def _lowered(stable, constants, weights, sizes) -> bytes:
-    """Returns the program for the sizes `sizes` as portable StableHLO. The weights are constants of the program."""
+    """Returns the program for the sizes `sizes` as portable StableHLO. The weights are constants of
+    the program."""
     run = _rebuild.sized(stable, constants, sizes, {**_rebuild.OPERATIONS, **_OPERATIONS})
     types = [
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -403,8 +415,8 @@ def _lowered(stable, constants, weights, sizes) -> bytes:
 
 
 def _unrolled(run, options, types, *arrays):
-    """Evaluates a scan without a loop. Slices of weights are computed during tracing, so they become constants of the
-    program."""
+    """Evaluates a scan without a loop. Slices of weights are computed during tracing, so they
+    become constants of the program."""
     start, end = options["consts"], options["consts"] + options["carry"]
     (length,) = run.shape([options["length"]])
     carry, stacked = list(arrays[start:end]), []
@@ -424,9 +436,9 @@ def _unrolled(run, options, types, *arrays):
 
 
 def _convolution(run, options, types, x, kernel):
-    """Evaluates a convolution. litert-converter ignores the padding of a convolution with input dilation, such as a
-    transposed convolution. Input dilation is therefore replaced by a separate operation, which inserts zeros between
-    the elements of the input."""
+    """Evaluates a convolution. litert-converter ignores the padding of a convolution with input
+    dilation, such as a transposed convolution. Input dilation is therefore replaced by a separate
+    operation, which inserts zeros between the elements of the input."""
     padding = [(0, 0, 0)] * x.ndim
     for axis, dilation in zip(options["input"][2:], options["input_dilation"]):
         padding[axis] = (0, 0, dilation - 1)
@@ -444,11 +456,11 @@ _OPERATIONS = {
 
 
 def _converted(signatures) -> bytes:
-    """Converts signatures (functions) to one LiteRT model, and returns its bytes. Each signature is a tuple (name,
-    program as StableHLO, names of inputs, names of outputs).
+    """Converts signatures (functions) to one LiteRT model, and returns its bytes. Each signature is
+    a tuple (name, program as StableHLO, names of inputs, names of outputs).
 
-    Converts and tries the model in another process, because for some programs that they do not support, the converter
-    and the interpreter end their process."""
+    Converts and tries the model in another process, because for some programs that they do not
+    support, the converter and the interpreter end their process."""
     header = [
         (name, len(program), inputs, outputs) for name, program, inputs, outputs in signatures
     ]
@@ -481,8 +493,8 @@ def _quantized(data: bytes, dtype: str) -> bytes:
 
 
 def _shared(data: bytes) -> bytes:
-    """Removes copies of equal weights from a model. The quantizer writes a copy of the weights for each signature
-    (function)."""
+    """Removes copies of equal weights from a model. The quantizer writes a copy of the weights for
+    each signature (function)."""
     from ai_edge_litert.tools import flatbuffer_utils
 
     if len(data) > _LARGE:

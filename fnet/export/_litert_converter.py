@@ -1,8 +1,10 @@
-"""Converts StableHLO to a LiteRT model with the package litert-converter, which has no public API, and tries the model.
+"""Converts StableHLO to a LiteRT model with the package litert-converter, which has no public API,
+and tries the model.
 
-`_litert` runs this file as a program of its own, so it imports nothing of fnet. Its input is a line of JSON, with a
-tuple (name, bytes of the StableHLO, names of inputs, names of outputs) for each signature, and then their StableHLO.
-Its output is the model or, if it exits with `REFUSED`, the reason why the program cannot be converted.
+`_litert` runs this file as a program of its own, so it imports nothing of fnet. Its input is a line
+of JSON, with a tuple (name, bytes of the StableHLO, names of inputs, names of outputs) for each
+signature, and then their StableHLO. Its output is the model or, if it exits with `REFUSED`, the
+reason why the program cannot be converted.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def convert(signatures: list[tuple[str, bytes, list[str], list[str]]]) -> bytes:
 
 
 def try_out(model: bytes) -> None:
-    """Runs each signature with zeros. The interpreter loads some models whose operators it cannot run.
+    """Runs each signature with zeros. The interpreter loads some models whose operators it cannot
+    run.
 
     Raises:
         NotImplementedError: the interpreter cannot run the model.

@@ -1,8 +1,9 @@
 """Gathers, scatters and slices at computed positions, for LiteRT.
 
-The operators of LiteRT stop with an error at an index out of range, where JAX moves the index into the range or drops
-the update. They look up and replace rows and elements, but no windows. The interpreter has no operator for other kinds
-of updates, such as the maximum, so these compare each position with the position of each update.
+The operators of LiteRT stop with an error at an index out of range, where JAX moves the index into
+the range or drops the update. They look up and replace rows and elements, but no windows. The
+interpreter has no operator for other kinds of updates, such as the maximum, so these compare each
+position with the position of each update.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _int32(indices, highest):
 
 
 def _starts(options, shape, indices, sizes):
-    """Returns the first index of each window, moved into the range, and whether it was inside: [*batch, indexed]."""
+    """Returns the first index of each window, moved into the range, and whether it was inside:
+    [*batch, indexed]."""
     highest = np.asarray([shape[a] - sizes[a] for a in options["indexed"]], np.int32)
     indices = _int32(indices, highest)
     zero = np.zeros_like(highest)
@@ -149,13 +151,16 @@ def scatter(run, options, types, x, indices, updates):
 
 
 def _combined(kind, x, places, inside, updates):
-    """Combines the rows of x [rows, width] with updates [updates, width] at the places [updates] that are inside."""
+    """Combines the rows of x [rows, width] with updates [updates, width] at the places [updates]
+    that are inside."""
     floating = jnp.issubdtype(x.dtype, jnp.floating)
     width = 1 if kind == "add" and floating else x.shape[1]
     if len(x) * len(places) * width > _LARGEST:
         raise Unsupported(
-            f"LiteRT: the operation 'scatter' of kind {kind!r} would compare {len(x)} positions with "
-            f"{len(places)} updates{f' of {width} elements' if width > 1 else ''}, which is too many"
+            f"LiteRT: the operation 'scatter' of kind {kind!r} would compare {len(x)} positions "
+            f"with "
+            f"{len(places)} updates{f' of {width} elements' if width > 1 else ''}, which is too "
+            f"many"
         )
     hit = (np.arange(len(x), dtype=np.int32)[:, None] == places[None]) & inside[
         None
@@ -182,9 +187,9 @@ def _combined(kind, x, places, inside, updates):
 
 
 def _added(x, hit, updates):
-    """Adds the updates of each row as a matrix product. Infinities and NaN would make all rows NaN, because they are
-    multiplied by zero there. Therefore they are counted instead, as are the updates other than -0.0, which changes
-    nothing."""
+    """Adds the updates of each row as a matrix product. Infinities and NaN would make all rows NaN,
+    because they are multiplied by zero there. Therefore they are counted instead, as are the
+    updates other than -0.0, which changes nothing."""
     plus, minus, nan = updates == np.inf, updates == -np.inf, updates != updates
     unchanged = (updates == 0) & (_number(updates, 1) / updates < 0)
     finite = _choose(plus | minus | nan, 0.0, updates)

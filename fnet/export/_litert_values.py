@@ -1,8 +1,8 @@
-"""Operations whose operators in LiteRT compute other values than JAX: compositions of other operators that compute the
-same, and descriptions of the differences that remain.
+"""Operations whose operators in LiteRT compute other values than JAX: compositions of other
+operators that compute the same, and descriptions of the differences that remain.
 
-The operators of LiteRT's interpreter approximate logarithms and exponentials near zero and for large numbers, ignore
-NaN in a maximum, and shift integers modulo the number of their bits.
+The operators of LiteRT's interpreter approximate logarithms and exponentials near zero and for
+large numbers, ignore NaN in a maximum, and shift integers modulo the number of their bits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jax import lax
 
 from fnet.export import _rebuild
 
-# What remains different for float32, where a composition would replace an operator that every network contains by
-# several ones, and prevent the fusion of softmax. {operation: difference}
+# What remains different for float32, where a composition would replace an operator that every
+# network contains by several ones, and prevent the fusion of softmax. {operation: difference}
 DIFFERS = {
     **dict.fromkeys(
         (
@@ -202,7 +202,8 @@ def _clamp(low, x, high):
 
 
 def _shift_right_logical(x, n):
-    """LiteRT shifts negative numbers arithmetically, so the first bit of the shift is computed by an addition."""
+    """LiteRT shifts negative numbers arithmetically, so the first bit of the shift is computed by
+    an addition."""
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
         return lax.shift_right_logical(x, n)
     one = jnp.ones_like(x)
@@ -248,8 +249,8 @@ def _convert(run, options, types, x):
 
 
 def _combined(name: str) -> Callable:
-    """LiteRT does not combine unsigned integers over a window or an axis. Their sums and products have the bits of the
-    signed ones."""
+    """LiteRT does not combine unsigned integers over a window or an axis. Their sums and products
+    have the bits of the signed ones."""
 
     def combined(run, options, types, x, *start):
         combine = _rebuild.OPERATIONS[name]
@@ -262,8 +263,8 @@ def _combined(name: str) -> Callable:
 
 
 def _pad(run, options, types, x, value):
-    """LiteRT pads with 0.0 instead of a computed -0.0, and its converter ends the process if it crops a constant to
-    nothing."""
+    """LiteRT pads with 0.0 instead of a computed -0.0, and its converter ends the process if it
+    crops a constant to nothing."""
     padded = functools.partial(_rebuild.OPERATIONS["pad"], run, options)
     with jax.ensure_compile_time_eval():
         inside = np.asarray(
@@ -278,7 +279,8 @@ def _pad(run, options, types, x, value):
 
 
 def _position(name: str) -> Callable:
-    """The first NaN, if there is one. LiteRT ignores NaN, and has no indices of fewer or more than 32 bits."""
+    """The first NaN, if there is one. LiteRT ignores NaN, and has no indices of fewer or more than
+    32 bits."""
 
     def position(run, options, types, x):
         narrow = [("int32", types[0][1])]

@@ -1,5 +1,5 @@
-"""Loads a bundle (the file of an exported model) and runs its programs. Every bundle of an exported model contains a
-copy of this module as load.py. The module needs only JAX and NumPy.
+"""Loads a bundle (the file of an exported model) and runs its programs. Every bundle of an exported
+model contains a copy of this module as load.py. The module needs only JAX and NumPy.
 
     python digits.fnet                      # describes the bundle and checks its programs
 
@@ -39,13 +39,14 @@ def load(path, *, verify=True, check=False, kernels=False):
 
     Args:
         path: the path of the bundle, a file that `Program.save` wrote.
-        verify: whether to read the whole file once and verify the SHA-256 digest in the comment at the end of the file.
-            The digest is computed from all bytes before the comment. Default True. If `verify` is False, only the small
-            files in the bundle are compared with their SHA-256 in manifest.json.
-        check: whether to run all programs on the test inputs in the bundle and compare the outputs with the expected
-            outputs, as `Bundle.check` does. Default False.
-        kernels: whether to use a program with handwritten attention kernels, if the bundle contains such a program for
-            the default platform of JAX. Default False.
+        verify: whether to read the whole file once and verify the SHA-256 digest in the comment at
+            the end of the file. The digest is computed from all bytes before the comment. Default
+            True. If `verify` is False, only the small files in the bundle are compared with their
+            SHA-256 in manifest.json.
+        check: whether to run all programs on the test inputs in the bundle and compare the outputs
+            with the expected outputs, as `Bundle.check` does. Default False.
+        kernels: whether to use a program with handwritten attention kernels, if the bundle contains
+            such a program for the default platform of JAX. Default False.
 
     Returns:
         A `Bundle`.
@@ -69,7 +70,8 @@ def load(path, *, verify=True, check=False, kernels=False):
 
 
 class Bundle:
-    """A model that was loaded from a bundle: its entry points (functions), its weights and its description.
+    """A model that was loaded from a bundle: its entry points (functions), its weights and its
+    description.
 
         model = export.load("digits.fnet")
         logits = model(x)                                 # the entry point "predict"
@@ -81,8 +83,8 @@ class Bundle:
         weights: the weights, {name: array}. The arrays are views of the memory-mapped file.
         entries: the names of the bundle's functions, a tuple.
         labels: the names of the classes, or None.
-        read_until: the date until which JAX guarantees that it can read the programs in the bundle, such as
-            "2027-05-20".
+        read_until: the date until which JAX guarantees that it can read the programs in the bundle,
+            such as "2027-05-20".
 
     >>> import tempfile
     >>> model = nn.Dense(3)
@@ -104,7 +106,8 @@ class Bundle:
         self._programs, self._exported = {}, {}
 
     def __call__(self, *inputs, **named):
-        """Runs the entry point (function) "predict", or the first entry point if the bundle has no "predict"."""
+        """Runs the entry point (function) "predict", or the first entry point if the bundle has no
+        "predict"."""
         return self.call(
             "predict" if "predict" in self.entries else self.entries[0], *inputs, **named
         )
@@ -116,21 +119,23 @@ class Bundle:
             The output, a tree of arrays.
 
         Raises:
-            BundleError: the inputs do not match the signature (structure, dtypes and shapes of the inputs), or an input
-                has a value that the dtype in the signature cannot hold. The error message names the input and states
-                the violated constraint. A BundleError is also raised if the program has dtypes of 64 bits and
-                jax_enable_x64 is not set, or if the bundle was written by a later version of JAX that the installed one
-                cannot read.
+            BundleError: the inputs do not match the signature (structure, dtypes and shapes of the
+                inputs), or an input has a value that the dtype in the signature cannot hold. The
+                error message names the input and states the violated constraint. A BundleError is
+                also raised if the program has dtypes of 64 bits and jax_enable_x64 is not set, or
+                if the bundle was written by a later version of JAX that the installed one cannot
+                read.
         """
         return self.function(entry)(self.arrays, *inputs, **named)
 
     def run(self, *inputs, **named):
-        """Runs the functions "preprocess", "predict" and "postprocess" one after another, and returns the last output.
+        """Runs the functions "preprocess", "predict" and "postprocess" one after another, and
+        returns the last output.
 
-        A bundle may contain only some of the functions "preprocess", "predict" and "postprocess". `run` skips the
-        functions that the bundle does not contain. The inputs are passed to the first function that runs. The output of
-        each function is the input of the next function. If the output of a function is a dict, its items are the named
-        inputs of the next function.
+        A bundle may contain only some of the functions "preprocess", "predict" and "postprocess".
+        `run` skips the functions that the bundle does not contain. The inputs are passed to the
+        first function that runs. The output of each function is the input of the next function. If
+        the output of a function is a dict, its items are the named inputs of the next function.
         """
         for entry in ("preprocess", "predict", "postprocess"):
             if entry in self.entries:
@@ -141,9 +146,9 @@ class Bundle:
     def function(self, entry):
         """Returns an entry point (a function of the bundle) as a function f(weights, *inputs).
 
-        `weights` is a dict {name: array}, or a nested dict whose paths are the names of the weights. The result can be
-        compiled with `jax.jit`. The returned function can be differentiated if the bundle was saved with
-        `differentiable=True`.
+        `weights` is a dict {name: array}, or a nested dict whose paths are the names of the
+        weights. The result can be compiled with `jax.jit`. The returned function can be
+        differentiated if the bundle was saved with `differentiable=True`.
         """
         description, program = self._entry(entry), self._program(entry)
 
@@ -161,8 +166,8 @@ class Bundle:
     def interpret(self, entry, *inputs, weights=None, **named):
         """Runs an entry point (a function of the bundle) with NumPy, without JAX. This is slow.
 
-        The method evaluates the stable form of the program: JSON data that describe the program independently of JAX's
-        version.
+        The method evaluates the stable form of the program: JSON data that describe the program
+        independently of JAX's version.
         """
         description = self._entry(entry)
         flat, sizes = signature.bound(self.path, entry, description, inputs, named)
@@ -177,12 +182,12 @@ class Bundle:
         )
 
     def stable(self, entry):
-        """Returns the stable form of an entry point (a function of the bundle): JSON data that describe the program
-        independently of JAX's version.
+        """Returns the stable form of an entry point (a function of the bundle): JSON data that
+        describe the program independently of JAX's version.
 
         Raises:
-            BundleError: the bundle contains no JSON data that describe the program of the entry point. The message
-                states the reason.
+            BundleError: the bundle contains no JSON data that describe the program of the entry
+                point. The message states the reason.
         """
         reason = self._entry(entry).get("not_stable")
         if reason:
@@ -209,16 +214,17 @@ class Bundle:
         return f"{entry}({inputs}) -> {signature.text(description['output'])}{where}"
 
     def check(self):
-        """Runs all programs on the test inputs in the bundle, with JAX and with NumPy. Compares the outputs with the
-        outputs that are stored in the bundle.
+        """Runs all programs on the test inputs in the bundle, with JAX and with NumPy. Compares the
+        outputs with the outputs that are stored in the bundle.
 
         Returns:
             A list that contains a line of text for each entry point (function of the bundle).
 
         Raises:
-            BundleError: an element of an output differs too much from the stored one: by more than 1e-5 of its value
-                (2e-3 if the program computes in float16, 2e-2 in bfloat16, 1e-10 if all is float64) and more than
-                rounding explains, which NumPy measures if it has to.
+            BundleError: an element of an output differs too much from the stored one: by more than
+                1e-5 of its value (2e-3 if the program computes in float16, 2e-2 in bfloat16, 1e-10
+                if all is float64) and more than rounding explains, which NumPy measures if it has
+                to.
         """
         lines = []
         for entry in self.entries:
@@ -232,7 +238,8 @@ class Bundle:
         return lines
 
     def checked_by_numpy(self, entry):
-        """Checks one entry point (a function of the bundle) with NumPy, which is possible without JAX."""
+        """Checks one entry point (a function of the bundle) with NumPy, which is possible without
+        JAX."""
         return self._checked(entry, {"NumPy": self.interpret})
 
     def _checked(self, entry, runs):
@@ -250,10 +257,12 @@ class Bundle:
         )
 
     def compare(self, entry, how, output, wanted, spreads):
-        """Compares an output with that of a test in `cases`. Returns the largest relative difference of an element.
+        """Compares an output with that of a test in `cases`. Returns the largest relative
+        difference of an element.
 
         Raises:
-            BundleError: an element differs by more than the tolerance of the bundle and more than rounding explains.
+            BundleError: an element differs by more than the tolerance of the bundle and more than
+                rounding explains.
         """
         description, leaves = self._entry(entry), []
         signature.flatten(str(self.path), entry, description["output"], output, leaves, [])
@@ -270,8 +279,9 @@ class Bundle:
             raise BundleError(str(error)) from None
 
     def spreads(self, entry, inputs, *, with_jax):
-        """Returns functions that measure, for each output of a test in `cases`, by how much rounding may change each
-        element: with JAX, if `with_jax`, and with NumPy, if there is a stable form."""
+        """Returns functions that measure, for each output of a test in `cases`, by how much
+        rounding may change each element: with JAX, if `with_jax`, and with NumPy, if there is a
+        stable form."""
         description = self._entry(entry)
         flat, sizes = signature.bound(
             self.path, entry, description, (), signature.named(description, inputs)
@@ -296,15 +306,16 @@ class Bundle:
         return [perturbed] * with_jax + [spread] * (not description.get("not_stable"))
 
     def tests(self):
-        """Returns the first test of each program, {function: (leaves of the inputs, leaves of the outputs)}. If a
-        function of the bundle has no test, its lists of input leaves and output leaves are empty."""
+        """Returns the first test of each program, {function: (leaves of the inputs, leaves of the
+        outputs)}. If a function of the bundle has no test, its lists of input leaves and output
+        leaves are empty."""
         return {
             entry: self.cases(entry)[0] if self.cases(entry) else ([], []) for entry in self.entries
         }
 
     def cases(self, entry):
-        """Returns the tests of an entry point (a function of the bundle), a list of (leaves of the inputs, leaves of
-        the outputs)."""
+        """Returns the tests of an entry point (a function of the bundle), a list of (leaves of the
+        inputs, leaves of the outputs)."""
         stored, found = self._archive.tensors(reader.TESTS), []
         while f"{(name := reader.test_name(entry, len(found)))}/outputs/0" in stored:
             found.append(
@@ -333,7 +344,8 @@ class Bundle:
         return self.manifest["entries"][entry]
 
     def _program(self, entry):
-        """Returns the program of a function of the bundle as a jitted function of (weights, inputs)."""
+        """Returns the program of a function of the bundle as a jitted function of (weights,
+        inputs)."""
         if entry not in self._programs:
             import jax
 
@@ -355,8 +367,8 @@ class Bundle:
             raise
 
     def wide(self, entry):
-        """Returns the dtypes of 64 bits in the inputs, weights and outputs of an entry point (a function of the
-        bundle). JAX has them only with jax_enable_x64."""
+        """Returns the dtypes of 64 bits in the inputs, weights and outputs of an entry point (a
+        function of the bundle). JAX has them only with jax_enable_x64."""
         exported = self._deserialized(entry)
         return sorted(
             {str(x.dtype) for x in (*exported.in_avals, *exported.out_avals)} & set(signature.WIDE)
@@ -368,7 +380,8 @@ class Bundle:
         if not jax.config.jax_enable_x64 and (wide := self.wide(entry)):
             raise BundleError(
                 f"{self.path}: {entry!r} has the dtype {wide[0]}, which JAX narrows without "
-                "jax_enable_x64. Call jax.config.update('jax_enable_x64', True) first. Bundle.interpret "
+                "jax_enable_x64. Call jax.config.update('jax_enable_x64', True) first. "
+                "Bundle.interpret "
                 "runs the program with NumPy, which does not need it"
             )
 
@@ -384,9 +397,12 @@ class Bundle:
 
         written, why = self.manifest["versions"]["jax"], " ".join(str(error).split())[:300]
         return BundleError(
-            f"{self.path} was written by JAX {written}, and the installed JAX {jax.__version__} cannot read {what} "
-            f"({why}). JAX guarantees that it and later versions read it until {self.read_until}. fnet bundle renew "
-            f"{self.path} writes it for the installed version, and Bundle.interpret runs it with NumPy"
+            f"{self.path} was written by JAX {written}, and the installed JAX {jax.__version__} "
+            f"cannot read {what} "
+            f"({why}). JAX guarantees that it and later versions read it until {self.read_until}. "
+            f"fnet bundle renew "
+            f"{self.path} writes it for the installed version, and Bundle.interpret runs it with "
+            f"NumPy"
         )
 
     def _deserialized(self, entry):
@@ -447,7 +463,8 @@ def main(arguments=None):
         f"{name} {version}" for name, version in bundle.manifest["versions"].items()
     )
     print(
-        f"written {bundle.manifest['created']} by {versions}; JAX reads it until {bundle.read_until} at least"
+        f"written {bundle.manifest['created']} by {versions}; JAX reads it until "
+        f"{bundle.read_until} at least"
     )
     for line in bundle.check():
         print(line)

@@ -1,4 +1,5 @@
-"""Writes programs as ONNX models, and compares the outputs of onnxruntime with those of the program."""
+"""Writes programs as ONNX models, and compares the outputs of onnxruntime with those of the
+program."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ _MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"
 
 
 class Unsupported(NotImplementedError):
-    """Raised for an operation that the ONNX exporter does not support. The error message states the operation and its
-    path."""
+    """Raised for an operation that the ONNX exporter does not support. The error message states the
+    operation and its path."""
 
 
 def save(
@@ -55,7 +56,8 @@ def save(
     external: bool | None = None,
     check: bool = True,
 ) -> None:
-    """Writes an entry point (a function of the program) as an ONNX model. `Program.onnx` documents the arguments."""
+    """Writes an entry point (a function of the program) as an ONNX model. `Program.onnx` documents
+    the arguments."""
     try:
         import onnx
     except ImportError:
@@ -65,7 +67,8 @@ def save(
         raise ValueError(f"Program.onnx: opset={opset}: expected {OLDEST} to {newest}")
     if entry not in program.entries:
         raise ValueError(
-            f"Program.onnx: there is no entry point {entry!r}; there are {', '.join(program.entries)}"
+            f"Program.onnx: there is no entry point {entry!r}; there are "
+            f"{', '.join(program.entries)}"
         )
     traced = program.entries[entry]
     stable, constants = jaxpr.stable(traced.closed)
@@ -92,14 +95,15 @@ def save(
 def compare(
     program: Any, path: str | os.PathLike, entry: str = "predict", inputs: list | None = None
 ) -> float:
-    """Compares the outputs of onnxruntime with those of the program: for the given leaves of inputs, or in several
-    rounds for drawn ones (see `_examples`).
+    """Compares the outputs of onnxruntime with those of the program: for the given leaves of
+    inputs, or in several rounds for drawn ones (see `_examples`).
 
-    If only inputs with NaN or Inf give other outputs, the function warns. NaN often stands for a fault elsewhere, and
-    not every operator of onnxruntime propagates it.
+    If only inputs with NaN or Inf give other outputs, the function warns. NaN often stands for a
+    fault elsewhere, and not every operator of onnxruntime propagates it.
 
     Returns:
-        The largest relative difference of an element; what rounding may change counts as part of the element.
+        The largest relative difference of an element; what rounding may change counts as part of
+        the element.
 
     Raises:
         ValueError: the difference is larger than 1e-5 (float16: 2e-3, float64: 1e-10).
@@ -111,7 +115,8 @@ def compare(
     sizes = choices(size_variables(described), constraints)
     if not sizes:
         warnings.warn(
-            f"{path}: not compared with the program, because no small sizes were found that satisfy "
+            f"{path}: not compared with the program, because no small sizes were found that "
+            f"satisfy "
             f"{', '.join(constraints)}",
             stacklevel=3,
         )
@@ -215,10 +220,11 @@ class _Model:
     """The ONNX model that is being written.
 
     Attributes:
-        weights: the arrays that can become initializers of the ONNX model, {name: array}. The arrays are the weights
-            and constants of the program, and reshaped or transposed copies of weights.
-        path: the path of the operation that is being converted. The names of the operation's ONNX nodes begin with
-            this path.
+        weights: the arrays that can become initializers of the ONNX model, {name: array}. The
+            arrays are the weights and constants of the program, and reshaped or transposed copies
+            of weights.
+        path: the path of the operation that is being converted. The names of the operation's ONNX
+            nodes begin with this path.
     """
 
     def __init__(self, onnx, stable, opset):
@@ -244,12 +250,14 @@ class _Model:
     def kind(self, dtype) -> int:
         if np.dtype(dtype).name == "bfloat16":
             raise Unsupported(
-                f"ONNX: {self.path or 'the program'!r} computes in bfloat16, which onnxruntime does not "
+                f"ONNX: {self.path or 'the program'!r} computes in bfloat16, which onnxruntime "
+                f"does not "
                 "support on CPUs; export the float32 model"
             )
         if np.dtype(dtype).kind == "c":
             raise Unsupported(
-                f"ONNX: {self.path or 'the program'!r} computes with complex numbers, which onnxruntime "
+                f"ONNX: {self.path or 'the program'!r} computes with complex numbers, which "
+                f"onnxruntime "
                 "does not support; compute with their real and imaginary parts"
             )
         return self.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
@@ -266,11 +274,12 @@ class _Model:
     def derived(
         self, source: str, array: np.ndarray, kind: str, *inputs: str, **attributes: Any
     ) -> str:
-        """Adds a reshaped or transposed copy of a weight to the weights, and returns its name. `source` is the name of
-        the original weight, and `array` is the reshaped or transposed copy.
+        """Adds a reshaped or transposed copy of a weight to the weights, and returns its name.
+        `source` is the name of the original weight, and `array` is the reshaped or transposed copy.
 
-        `kind`, `inputs` and `attributes` define the ONNX node that reshapes or transposes the original weight. The ONNX
-        model contains the reshaping or transposing node only if it also contains the original weight.
+        `kind`, `inputs` and `attributes` define the ONNX node that reshapes or transposes the
+        original weight. The ONNX model contains the reshaping or transposing node only if it also
+        contains the original weight.
         """
         key = source, kind, array.shape, str(attributes)
         if key not in self._layouts:
@@ -283,12 +292,13 @@ class _Model:
         return self._layouts[key]
 
     def _computed(self, used: set[str]) -> list:
-        """Returns nodes that reshape or transpose weights, so that each weight is stored only once. `used` are the
-        names of the values that the model uses.
+        """Returns nodes that reshape or transpose weights, so that each weight is stored only once.
+        `used` are the names of the values that the model uses.
 
-        If a weight is used in only one layout (for example, only transposed), the weight is stored in this layout, and
-        no ONNX node reshapes or transposes it. If a weight is used in several layouts, the original weight is stored,
-        and nodes compute the reshaped or transposed weights.
+        If a weight is used in only one layout (for example, only transposed), the weight is stored
+        in this layout, and no ONNX node reshapes or transposes it. If a weight is used in several
+        layouts, the original weight is stored, and nodes compute the reshaped or transposed
+        weights.
         """
         nodes, roots = [], {}
         for name in used & self._sources.keys():
@@ -414,10 +424,11 @@ class _Graph(Graph):
         )
 
     def body(self, graph, body, inputs) -> list[str]:
-        """Converts the equations of a program, loop or branch to nodes of `graph`, and returns the names of the
-        outputs."""
+        """Converts the equations of a program, loop or branch to nodes of `graph`, and returns the
+        names of the outputs."""
         if inputs is not None:
-            # A body may be converted twice, as the test of a while loop. Its values then get new names in this graph.
+            # A body may be converted twice, as the test of a while loop. Its values then get new
+            # names in this graph.
             graph.names.update(zip(body["inputs"], inputs))
             self.model.dtypes.update(
                 (name, self.model.type_of(i)[0]) for i, name in zip(body["inputs"], inputs)
@@ -448,14 +459,16 @@ class _Graph(Graph):
 
 
 class Equation:
-    """Converts one operation from the JSON description of a program (the stable form) to ONNX nodes.
+    """Converts one operation from the JSON description of a program (the stable form) to ONNX
+    nodes.
 
     Attributes:
         g: the graph to which the nodes are added.
         options: the options of the operation, a dict.
         in_types, out_types: the types of the inputs and of the outputs, [(dtype, shape)].
         dtype, shape: the dtype and shape of the first output.
-        equations, body_outputs: the equations that follow in the same body, and the outputs of the body.
+        equations, body_outputs: the equations that follow in the same body, and the outputs of the
+            body.
     """
 
     def __init__(self, graph, operation, ins, outs, options, equations=(), body_outputs=()):
@@ -518,8 +531,8 @@ class Equation:
         raise KeyError(a)
 
     def loose(self, i: int) -> tuple[str, list]:
-        """Returns (name, shape) of the value from which the i-th input was broadcast. If the input is not the result of
-        a broadcast, returns the name and shape of the input itself."""
+        """Returns (name, shape) of the value from which the i-th input was broadcast. If the input
+        is not the result of a broadcast, returns the name and shape of the input itself."""
         a, graph = self.ins[i], self.g
         while graph is not None and not isinstance(a, list) and a not in graph.names:
             if a in graph.loose:
@@ -528,18 +541,20 @@ class Equation:
         return self.x(i), self.in_types[i][1]
 
     def loosely(self, i: int, name: str, narrow: list) -> None:
-        """Defines the i-th output as the broadcast of an ONNX value to the shape of the output. The arguments `name`
-        and `narrow` are the name and the shape of the ONNX value before the broadcast. The operation that broadcasts
-        the value is added only where it is necessary."""
+        """Defines the i-th output as the broadcast of an ONNX value to the shape of the output. The
+        arguments `name` and `narrow` are the name and the shape of the ONNX value before the
+        broadcast. The operation that broadcasts the value is added only where it is necessary."""
         self.g.names.pop(self.outs[i], None)
         self.g.loose[self.outs[i]] = name, narrow
 
     def number(self, x: Any) -> str:
-        """Returns the name of an ONNX constant, which contains the number x in the dtype of the first output."""
+        """Returns the name of an ONNX constant, which contains the number x in the dtype of the
+        first output."""
         return self.g.constant(float(x) if isinstance(x, str) else x, self.dtype)
 
     def branch(self, test: str, yes: Callable, no: Callable) -> list[str]:
-        """Adds an If. `yes` and `no` are functions that add the nodes of the branches, and return their results."""
+        """Adds an If. `yes` and `no` are functions that add the nodes of the branches, and return
+        their results."""
         outer, branches = self.g, []
         for function in (yes, no):
             self.g = outer.inner()

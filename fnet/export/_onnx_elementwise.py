@@ -176,9 +176,9 @@ def size(e):
 
 
 def _start(e, i, n, length):
-    """Returns the name of an ONNX vector with one element, which is the start index of a dynamic slice along one axis.
-    The start index is the i-th input, clamped so that the slice lies inside the operand. The axis has n elements, and
-    the slice has `length` elements."""
+    """Returns the name of an ONNX vector with one element, which is the start index of a dynamic
+    slice along one axis. The start index is the i-th input, clamped so that the slice lies inside
+    the operand. The axis has n elements, and the slice has `length` elements."""
     start = e.g.reshape(_onnx_functions.index(e, e.x(i), e.in_types[i][0]), [], [1])
     last = e.g.size(added(n, -length if isinstance(length, int) else f"-({length})"))
     return e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
@@ -200,8 +200,8 @@ def dynamic_update_slice(e):
     axes = [axis for axis, (n, length) in enumerate(zip(shape, sizes)) if not same(n, length)]
 
     def updated(x, axes):
-        """Replaces a window of x by the update, and returns the name of the result. Along `axes`, the window is smaller
-        than x, and along all other axes, it covers x."""
+        """Replaces a window of x by the update, and returns the name of the result. Along `axes`,
+        the window is smaller than x, and along all other axes, it covers x."""
         if not axes:
             return e.x(1)
         axis, at = axes[0], e.g.integers(axes[0])

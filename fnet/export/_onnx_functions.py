@@ -1,8 +1,10 @@
-"""Elementwise functions for which ONNX has no operator that equals JAX's everywhere, composed of other operators.
+"""Elementwise functions for which ONNX has no operator that equals JAX's everywhere, composed of
+other operators.
 
-onnxruntime's Where returns 0.0 where its second operand is chosen and -0.0, so a value that may be -0.0 is the third.
-The compositions equal JAX for NaN, infinities and both zeros, and are accurate relative to the result near 0 and far
-out. Where a shorter composition is right (a constant operand, for example), it is used.
+onnxruntime's Where returns 0.0 where its second operand is chosen and -0.0, so a value that may be
+-0.0 is the third. The compositions equal JAX for NaN, infinities and both zeros, and are accurate
+relative to the result near 0 and far out. Where a shorter composition is right (a constant operand,
+for example), it is used.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import numpy as np
 
 from fnet.export._onnx_graph import INT64
 
-# erfc(x) = exp(-x * x) * t * P(t) with t = 1 / (1 + 0.4 x): the polynomial P was fitted to erfcx(x) / t for x from 0 to
-# 27, where float64 underflows. Its relative error is at most 1.2e-7.
+# erfc(x) = exp(-x * x) * t * P(t) with t = 1 / (1 + 0.4 x): the polynomial P was fitted to erfcx(x)
+# / t for x from 0 to 27, where float64 underflows. Its relative error is at most 1.2e-7.
 _ERFC_STEP = 0.4
 _ERFC = (
     0.225674603,
@@ -28,9 +30,9 @@ _ERFC = (
     0.0495241994,
 )
 
-# erfc(|z|) / 2 = -exp(-z * z) * t * P(t) with t = 1.84885975 / (|z| + 2.7), for the exact GELU. The highest
-# coefficient of the polynomial P is 1. P was fitted to erfcx, for z from -10 to 10; its relative error is at most
-# 8.4e-7.
+# erfc(|z|) / 2 = -exp(-z * z) * t * P(t) with t = 1.84885975 / (|z| + 2.7), for the exact GELU. The
+# highest coefficient of the polynomial P is 1. P was fitted to erfcx, for z from -10 to 10; its
+# relative error is at most 8.4e-7.
 _GELU_SHIFT, _GELU_SCALE = 2.7, 1.84885975
 _GELU = -0.15233072, -0.228909435, -0.241418032, -0.7084208, 0.590271963, -2.08103103
 _TANH_LIMIT = 7.99881172  # XLA's, where its tanh is 1
@@ -134,7 +136,8 @@ _CARRIERS = {
 
 
 def _sign_of_zero_unused(e) -> bool:
-    """Whether all results are the same for 0.0 and -0.0, as after a relu whose result is only convolved."""
+    """Whether all results are the same for 0.0 and -0.0, as after a relu whose result is only
+    convolved."""
     either = {e.outs[0]}
     for operation, ins, outs, _, _ in e.equations:
         if not any(isinstance(a, int) and a in either for a in ins) or operation in _SINKS:
@@ -161,7 +164,8 @@ def sign(e, x):
 
 
 def logistic(e, x):
-    """The operator Sigmoid is accurate to 1e-7 of 1 only, so that the logarithm of sigmoid(-20) is wrong."""
+    """The operator Sigmoid is accurate to 1e-7 of 1 only, so that the logarithm of sigmoid(-20) is
+    wrong."""
     inverse = e.g.op("Add", e.g.op("Exp", e.g.op("Neg", x)), e.number(1))
     users = [(operation, ins) for operation, ins, *_ in e.equations if e.outs[0] in ins]
     if (
@@ -186,13 +190,15 @@ def expm1(e, x):
     near = e.g.op("Div", e.g.op("Add", t, t), e.g.op("Sub", e.number(1), t))
     far = e.g.op("Sub", e.g.op("Exp", x), e.number(1))
     distance = e.g.op("Abs", x)
-    # onnxruntime's Tanh is not accurate for subnormal numbers, and the third operand of Where keeps -0.0.
+    # onnxruntime's Tanh is not accurate for subnormal numbers, and the third operand of Where keeps
+    # -0.0.
     near = e.g.op("Where", e.g.op("Greater", distance, e.number(1e-7)), near, x)
     return e.g.op("Where", e.g.op("GreaterOrEqual", distance, e.number(1)), far, near)
 
 
 def log1p(e, x):
-    """Adds to log(u), u = 1 + x, what u has lost by rounding. Where log(u) equals x (0 and infinity), x is right."""
+    """Adds to log(u), u = 1 + x, what u has lost by rounding. Where log(u) equals x (0 and
+    infinity), x is right."""
     one = e.number(1)
     u = e.g.op("Add", x, one)
     logarithm = e.g.op("Log", u)
@@ -217,8 +223,9 @@ def erfc(e, x):
 
 
 def gelu(e, x):
-    """x * erfc(-x / sqrt(2)) / 2, in few operators, because each one reads and writes a whole array. x / sqrt(2) is
-    rounded and squared as in the program: far out, exp shows this rounding."""
+    """x * erfc(-x / sqrt(2)) / 2, in few operators, because each one reads and writes a whole
+    array. x / sqrt(2) is rounded and squared as in the program: far out, exp shows this
+    rounding."""
     z = e.g.op("Mul", x, e.number(0.5**0.5))
     t = e.g.op("Div", e.number(_GELU_SCALE), e.g.op("Add", e.g.op("Abs", z), e.number(_GELU_SHIFT)))
     value = t
@@ -230,8 +237,8 @@ def gelu(e, x):
 
 
 def tanh(e, x):
-    """onnxruntime's Tanh exceeds 1 between 8 and 9. Within the limit, it equals XLA's in the last place of 1 (if XLA
-    uses fused multiply-adds, as it does by default), and so does 1 + tanh(x)."""
+    """onnxruntime's Tanh exceeds 1 between 8 and 9. Within the limit, it equals XLA's in the last
+    place of 1 (if XLA uses fused multiply-adds, as it does by default), and so does 1 + tanh(x)."""
     if e.dtype != np.float32:
         return e.g.op("Tanh", x)
     return e.g.op("Tanh", e.g.op("Clip", x, e.number(-_TANH_LIMIT), e.number(_TANH_LIMIT)))
@@ -303,7 +310,8 @@ def pow_(e, x, y):
 
 
 def divide(e, x, y):
-    """Divides. XLA divides integers by 0 without an error, and the smallest by -1: onnxruntime ends with either."""
+    """Divides. XLA divides integers by 0 without an error, and the smallest by -1: onnxruntime ends
+    with either."""
     if e.dtype.kind == "f":
         return e.g.op("Div", x, y)
     if _harmless(e, y):
@@ -333,7 +341,8 @@ def _harmless(e, y) -> bool:
 
 
 def _divisor(e, y):
-    """Returns whether y is 0, whether it is -1 (None for unsigned integers), and y with 1 in place of both."""
+    """Returns whether y is 0, whether it is -1 (None for unsigned integers), and y with 1 in place
+    of both."""
     one, zero = e.number(1), e.g.op("Equal", y, e.number(0))
     if e.dtype.kind == "u":
         return zero, None, e.g.op("Where", zero, one, y)
@@ -350,7 +359,8 @@ def shift_right_logical(e, x, n):
 
 
 def shift_right_arithmetic(e, x, n):
-    """Shifts the complement of a negative number, whose highest bit is 0. A shift by too many bits is one by all."""
+    """Shifts the complement of a negative number, whose highest bit is 0. A shift by too many bits
+    is one by all."""
     name = e.dtype.name.removeprefix("u")
     signed, unsigned = np.dtype(name), np.dtype(f"u{name}")
     last = e.g.constant(8 * e.dtype.itemsize - 1, unsigned)
@@ -393,7 +403,8 @@ def convert(e, x):
 
 
 def _saturated(e, x, source):
-    """Converts floating-point numbers to integers as XLA does: NaN becomes 0, and what is too large the largest."""
+    """Converts floating-point numbers to integers as XLA does: NaN becomes 0, and what is too large
+    the largest."""
     if source == np.float16:
         x, source = e.g.cast(x, np.float32), np.dtype(np.float32)
     low, high = np.iinfo(e.dtype).min, np.iinfo(e.dtype).max
@@ -409,7 +420,8 @@ def _saturated(e, x, source):
 
 
 def index(e, x, dtype):
-    """Converts the integers x, which have the dtype `dtype`, to int64. What int64 cannot hold becomes its largest."""
+    """Converts the integers x, which have the dtype `dtype`, to int64. What int64 cannot hold
+    becomes its largest."""
     if dtype == INT64:
         return x
     if dtype == np.uint64:

@@ -1,14 +1,15 @@
 """Finds normalizations, GELUs and attentions in a program, and replaces them by operators of ONNX.
 
-The search for a normalization starts at rsqrt, the search for a GELU at erf or erfc, and the search for an attention at
-exp. A candidate for the replacement by an ONNX operator is a group of equations that contains the operation at which
-the search starts. NumPy evaluates the candidate and the definition of the operator in float64 on the same inputs, and
-the group is replaced only if every element agrees. Because numbers are compared, not equations, different
-implementations of a normalization are found.
+The search for a normalization starts at rsqrt, the search for a GELU at erf or erfc, and the search
+for an attention at exp. A candidate for the replacement by an ONNX operator is a group of equations
+that contains the operation at which the search starts. NumPy evaluates the candidate and the
+definition of the operator in float64 on the same inputs, and the group is replaced only if every
+element agrees. Because numbers are compared, not equations, different implementations of a
+normalization are found.
 
-A comparison shows only what its inputs can show. Masks with a single visible key once made an attention without its
-normalization look equal to one with it. So each candidate is tried at several sizes, with values near 0 and far out,
-NaN and Inf, and masks that show many keys, few, one or none.
+A comparison shows only what its inputs can show. Masks with a single visible key once made an
+attention without its normalization look equal to one with it. So each candidate is tried at several
+sizes, with values near 0 and far out, NaN and Inf, and masks that show many keys, few, one or none.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _VALUES = 1 << 24  # elements of the largest value that is evaluated
 
 
 def fused(stable: dict, opset: int, constraints: Iterable[str] = ()) -> dict:
-    """Replaces groups of operations by equivalent ONNX operators, one for each group, and returns the new program. Only
-    operators that exist in version `opset` of ONNX's operators are used. The argument `stable` is the program as JSON
-    data, see `jaxpr.stable`, and `constraints` are those on its symbolic sizes."""
+    """Replaces groups of operations by equivalent ONNX operators, one for each group, and returns
+    the new program. Only operators that exist in version `opset` of ONNX's operators are used. The
+    argument `stable` is the program as JSON data, see `jaxpr.stable`, and `constraints` are those
+    on its symbolic sizes."""
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
     names = sorted(
         {name for _, shape in stable["values"] for n in shape for name in _sizes.variables(n)}
@@ -76,10 +78,12 @@ def _needed(equations, outputs):
 
 
 class _Candidate:
-    """A group of equations that contains the equation with index `start` and may be replaced by an ONNX operator.
+    """A group of equations that contains the equation with index `start` and may be replaced by an
+    ONNX operator.
 
     Attributes:
-        choices: the values of the symbolic sizes with which the candidate is compared, a list of dicts.
+        choices: the values of the symbolic sizes with which the candidate is compared, a list of
+            dicts.
         sizes: the values with which its shapes are computed now, one of `choices`.
     """
 
@@ -106,8 +110,8 @@ class _Candidate:
         return [a for a in equation[1] if isinstance(a, int)]
 
     def before(self, value, cuts=(), reach=_REACH) -> list[int]:
-        """Returns the values from which a value is computed, the nearest first. The function follows at most `reach`
-        equations backwards, and stops at the values in `cuts`."""
+        """Returns the values from which a value is computed, the nearest first. The function
+        follows at most `reach` equations backwards, and stops at the values in `cuts`."""
         found, front = [], [value]
         for _ in range(reach):
             step = [
@@ -121,9 +125,10 @@ class _Candidate:
         return found
 
     def after(self, value) -> Iterator[int]:
-        """Yields the value, then the result of the operation that uses it, then the result of the operation that uses
-        this result, and so on. The method follows only elementwise operations and changes of layout (such as reshapes),
-        and stops at a value that several equations use."""
+        """Yields the value, then the result of the operation that uses it, then the result of the
+        operation that uses this result, and so on. The method follows only elementwise operations
+        and changes of layout (such as reshapes), and stops at a value that several equations
+        use."""
         yield value
         for _ in range(_REACH):
             users = [equation for equation in self.equations if value in equation[1]]
@@ -133,8 +138,8 @@ class _Candidate:
             yield value
 
     def region(self, root, cuts) -> tuple[list, list[int]]:
-        """Returns two lists: the equations that compute `root` from the values in `cuts`, and the inputs and constants
-        of the program that these equations also need."""
+        """Returns two lists: the equations that compute `root` from the values in `cuts`, and the
+        inputs and constants of the program that these equations also need."""
         wanted, places, free = [root], set(), []
         while wanted:
             value = wanted.pop()
@@ -172,7 +177,8 @@ class _Candidate:
 
 
 class _Unsuitable(Exception):
-    """Raised if a group of equations cannot be compared with an ONNX operator, for example if the group is too
+    """Raised if a group of equations cannot be compared with an ONNX operator, for example if the
+    group is too
     large."""
 
 
@@ -195,8 +201,8 @@ def _attempt(function):
 
 
 def _equal(x, y, scale=1.0) -> bool:
-    """Whether two arrays agree in every element. Programs contain float32 constants, so float64 results agree to 1e-6;
-    `scale` is the magnitude of the terms that may cancel."""
+    """Whether two arrays agree in every element. Programs contain float32 constants, so float64
+    results agree to 1e-6; `scale` is the magnitude of the terms that may cancel."""
     return x.shape == y.shape and np.allclose(x, y, rtol=1e-6, atol=1e-9 * scale, equal_nan=True)
 
 
@@ -206,7 +212,8 @@ def _floating(candidate, value) -> bool:
 
 @_attempt
 def _norm(c, kinds):
-    """Finds a normalization over the last axis. The search starts at the rsqrt operation of the normalization."""
+    """Finds a normalization over the last axis. The search starts at the rsqrt operation of the
+    normalization."""
     (variance,), (start,) = c.equations[c.start][1:3]
     sums = c.equations[c.made[variance]]
     epsilon = next(float(a[1]) for a in sums[1] if isinstance(a, list))
@@ -314,9 +321,10 @@ def _rows(draw, shape, epsilon, i):
 
 @_attempt
 def _gelu(c, kinds):
-    """Finds an exact GELU, x times the cumulative normal distribution of x. onnxruntime's Gelu computes 1 + erf, as a
-    program with erf does. Below x = -5.5, this has no correct digit. A program with erfc has all, so erfc remains. A
-    GELU with tanh is not replaced: onnxruntime's Gelu does not round 1 + tanh like XLA, but its Tanh does."""
+    """Finds an exact GELU, x times the cumulative normal distribution of x. onnxruntime's Gelu
+    computes 1 + erf, as a program with erf does. Below x = -5.5, this has no correct digit. A
+    program with erfc has all, so erfc remains. A GELU with tanh is not replaced: onnxruntime's Gelu
+    does not round 1 + tanh like XLA, but its Tanh does."""
     kind, (start,) = (
         {"erf": "gelu", "erfc": "erfc_gelu"}[c.equations[c.start][0]],
         c.equations[c.start][2],
@@ -349,8 +357,8 @@ def _exact_gelu(x):
 
 @_attempt
 def _attention(c, kinds):
-    """Finds the equations that compute an attention. The search starts at the exp operation of the attention's
-    softmax."""
+    """Finds the equations that compute an attention. The search starts at the exp operation of the
+    attention's softmax."""
     (start,) = c.equations[c.start][2]
     if "attention" not in kinds or not _floating(c, start) or len(c.shape(start)) < 4:
         return None
@@ -410,7 +418,8 @@ def _attention(c, kinds):
 
 
 def _divided(c, root, start, cuts) -> bool:
-    """Whether `root` is computed from a sum of the exponentials `start`, the denominator of a softmax."""
+    """Whether `root` is computed from a sum of the exponentials `start`, the denominator of a
+    softmax."""
     equations, _ = c.region(root, cuts)
     return any(
         e[0] == "reduce_sum" and start in (e[1][0], *c.before(e[1][0], {start}, reach=3))
@@ -440,17 +449,18 @@ def _attends(c, i, draw, root, start, cuts, masks, operands, scale, order) -> bo
 
 
 def _order(c, dot, side, contracted_last):
-    """Returns the axes of an operand of a matrix product: [batch, free, contracted] if `contracted_last` is true,
-    otherwise [batch, contracted, free]. The free axes are the axes that are neither batch axes nor contracted."""
+    """Returns the axes of an operand of a matrix product: [batch, free, contracted] if
+    `contracted_last` is true, otherwise [batch, contracted, free]. The free axes are the axes that
+    are neither batch axes nor contracted."""
     value, contract, batch = dot[1][side], dot[3]["contract"][side], dot[3]["batch"][side]
     free = [i for i in range(len(c.shape(value))) if i not in (*contract, *batch)]
     return [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]
 
 
 def _narrow(c, value):
-    """Follows broadcasts backwards from `value`, and returns the array before these broadcasts. The function stops at a
-    broadcast whose input has fewer than four axes. If `value` is not computed by a broadcast of an array with at least
-    four axes, `value` itself is returned."""
+    """Follows broadcasts backwards from `value`, and returns the array before these broadcasts. The
+    function stops at a broadcast whose input has fewer than four axes. If `value` is not computed
+    by a broadcast of an array with at least four axes, `value` itself is returned."""
     while (
         value in c.made
         and c.equations[c.made[value]][0] == "broadcast"
@@ -473,9 +483,10 @@ _ROUNDS = (
 def _drawn(c, i, draw, root, cuts, masks, query, lengths):
     """Returns the inputs of an attention in round i: queries, keys, values, and a mask.
 
-    If the mask depends on inputs or constants of the program, it is random, and some queries see no key. If only sizes
-    determine it, as in a causal attention, the program computes it. If it depends on two sizes, other sizes than those
-    of this comparison may hide all keys, so it is random, too.
+    If the mask depends on inputs or constants of the program, it is random, and some queries see no
+    key. If only sizes determine it, as in a causal attention, the program computes it. If it
+    depends on two sizes, other sizes than those of this comparison may hide all keys, so it is
+    random, too.
     """
     sized = lengths[0] == lengths[1] or all(isinstance(n, int) for n in lengths)
     given = {name: draw.normal(size=c.shape(name)) for name in sorted(cuts)}
@@ -493,7 +504,8 @@ def _drawn(c, i, draw, root, cuts, masks, query, lengths):
 
 
 def _scales(c, root, cuts):
-    """Yields the positive constants of the equations, and their reciprocals. onnxruntime accepts no other scales."""
+    """Yields the positive constants of the equations, and their reciprocals. onnxruntime accepts no
+    other scales."""
     equations, _ = c.region(root, cuts)
     numbers = [
         float(a[1])

@@ -1,4 +1,5 @@
-"""Builds an ONNX graph: adds nodes to the graph, including nodes that compute symbolic sizes and shapes."""
+"""Builds an ONNX graph: adds nodes to the graph, including nodes that compute symbolic sizes and
+shapes."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ class Graph:
 
     Attributes:
         nodes: the nodes in order.
-        names: the names of the values in the graph, {index of the value in the program's stable form (JSON data):
-            name}.
-        loose: the broadcasts whose nodes are added to the graph only where an operator needs them. `loose` is a dict
-            {index of the broadcast's result: (name, shape)}, in which name and shape are those of the array before the
-            broadcast. The sizes in a shape are integers or expressions.
+        names: the names of the values in the graph, {index of the value in the program's stable
+            form (JSON data): name}.
+        loose: the broadcasts whose nodes are added to the graph only where an operator needs them.
+            `loose` is a dict {index of the broadcast's result: (name, shape)}, in which name and
+            shape are those of the array before the broadcast. The sizes in a shape are integers or
+            expressions.
     """
 
     def __init__(self, model: Any, parent: Graph | None = None):
@@ -36,9 +38,9 @@ class Graph:
         self.kept: dict[Any, str] = {}  # a size or shape -> the node that computes it
 
     def look(self, table: str, key: Any) -> Any:
-        """Returns the value of a key in a dict of this graph, or else in the dict of the nearest enclosing graph that
-        has the key. Returns None if no graph has the key. `table` is the name of the dict to search, for example "kept"
-        for the attribute `Graph.kept`."""
+        """Returns the value of a key in a dict of this graph, or else in the dict of the nearest
+        enclosing graph that has the key. Returns None if no graph has the key. `table` is the name
+        of the dict to search, for example "kept" for the attribute `Graph.kept`."""
         graph: Graph | None = self
         while graph is not None:
             if key in (entries := getattr(graph, table)):
@@ -47,13 +49,15 @@ class Graph:
         return None
 
     def op(self, kind: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
-        """Adds a node, and returns the name of its output, or the names of its outputs if there are several.
+        """Adds a node, and returns the name of its output, or the names of its outputs if there are
+        several.
 
-        The operands are converted to a wider dtype and the result is converted back where onnxruntime has no kernel
-        for their dtype.
+        The operands are converted to a wider dtype and the result is converted back where
+        onnxruntime has no kernel for their dtype.
 
         Raises:
-            NotImplementedError: onnxruntime has no kernel for a dtype that contains the operands' numbers.
+            NotImplementedError: onnxruntime has no kernel for a dtype that contains the operands'
+                numbers.
         """
         known = self.model.dtypes
         dtypes = [known.get(x) for x in inputs]
@@ -94,8 +98,9 @@ class Graph:
         return self.constant(list(numbers), INT64)
 
     def opposite(self, x: str) -> str:
-        """Returns `not x`. onnxruntime replaces Where(Not(x), a, b) by Where(x, b, a), which matters because its Where
-        returns 0.0 for a -0.0 in the second operand, but not in the third."""
+        """Returns `not x`. onnxruntime replaces Where(Not(x), a, b) by Where(x, b, a), which
+        matters because its Where returns 0.0 for a -0.0 in the second operand, but not in the
+        third."""
         return self.op("Equal", x, self.constant(False, bool))
 
     def never_negative_zero(self, x: str) -> bool:
@@ -157,7 +162,8 @@ class Graph:
         return self.op("Div", self.op("Sub", x, self._remainder(x, y)), self._divisor(y))
 
     def _divisor(self, y) -> str:
-        """The size of an empty batch is 0, by which onnxruntime does not divide, not even for an empty result."""
+        """The size of an empty batch is 0, by which onnxruntime does not divide, not even for an
+        empty result."""
         return y if y in self.model.weights else self.op("Max", y, self.integers(1))
 
     def shape(self, shape: list) -> str:
@@ -203,7 +209,8 @@ class Graph:
         return self.op("Transpose", x, perm=order)
 
     def cast(self, x: str, dtype: Any) -> str:
-        """Converts x as ONNX does: integers wrap, and numbers beyond the range of an integer dtype are undefined."""
+        """Converts x as ONNX does: integers wrap, and numbers beyond the range of an integer dtype
+        are undefined."""
         return self.op("Cast", x, to=self.model.kind(dtype))
 
     def known(self, x: str) -> np.ndarray | None:
@@ -224,8 +231,8 @@ class Graph:
         )
 
     def dilate(self, x: str, shape: list, axis: int, step: int, zero: str) -> tuple[str, list]:
-        """Inserts step - 1 elements `zero` between the elements of an axis of x. Returns (the name of the result, its
-        shape)."""
+        """Inserts step - 1 elements `zero` between the elements of an axis of x. Returns (the name
+        of the result, its shape)."""
         if step == 1:
             return x, shape
         n = shape[axis]
@@ -240,7 +247,8 @@ class Graph:
         return self.slice(y, 0, -(step - 1), axis), shape
 
     def pad(self, x: str, shape: list, padding: list, value: str) -> tuple[str, list]:
-        """Pads each axis of x by [low, high, interior] elements. Returns (the name of the result, its shape)."""
+        """Pads each axis of x by [low, high, interior] elements. Returns (the name of the result,
+        its shape)."""
         for axis, (_, _, interior) in enumerate(padding):
             x, shape = self.dilate(x, shape, axis, interior + 1, value)
         lows, highs = [low for low, _, _ in padding], [high for _, high, _ in padding]

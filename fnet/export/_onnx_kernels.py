@@ -1,4 +1,5 @@
-"""The dtypes for which onnxruntime has kernels on CPUs, and those in which it computes instead of the others."""
+"""The dtypes for which onnxruntime has kernels on CPUs, and those in which it computes instead of
+the others."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ _ALL_INTS = "int8 int16 int32 int64 uint8 uint16 uint32 uint64"
 _NUMBERS = f"float32 float64 {_ALL_INTS}"
 _MOVES = "float32 float64 int8 int32 int64 uint8 uint32"
 
-# operator -> the dtypes of its operands for which onnxruntime 1.23 to 1.32 has a kernel. onnxruntime itself computes
-# float16 in float32, so float16 is in no line. Operators that are not here accept every dtype.
+# operator -> the dtypes of its operands for which onnxruntime 1.23 to 1.32 has a kernel.
+# onnxruntime itself computes float16 in float32, so float16 is in no line. Operators that are not
+# here accept every dtype.
 _KERNELS = {
     kind: frozenset(dtypes.split())
     for kinds, dtypes in {
@@ -36,7 +38,8 @@ _KERNELS = {
     }.items()
     for kind in kinds.split()
 }
-# The operators whose operands keep their order, and those that only move elements, in wider integers.
+# The operators whose operands keep their order, and those that only move elements, in wider
+# integers.
 _WIDER = {
     "bool": "uint8",
     "int8": "int32",
@@ -66,10 +69,12 @@ _INDICES = {"Shape", "ArgMax", "ArgMin", "Size", "NonZero"}
 
 
 def compute_dtype(kind: str, dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
-    """Returns the dtype to which an operator's operands must be converted, or None if onnxruntime has a kernel.
+    """Returns the dtype to which an operator's operands must be converted, or None if onnxruntime
+    has a kernel.
 
     Raises:
-        NotImplementedError: onnxruntime computes this operator in no dtype that contains all numbers of the operands.
+        NotImplementedError: onnxruntime computes this operator in no dtype that contains all
+            numbers of the operands.
     """
     supported, dtype = _KERNELS.get(kind), typed(kind, dtypes)
     if supported is None or dtype is None or dtype.name in supported or dtype == np.float16:
@@ -91,7 +96,8 @@ def typed(kind: str, dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
 
 
 def operands(kind: str, count: int) -> range | tuple[int, ...]:
-    """Returns the places of the operands that have the operator's dtype. The others are conditions, axes and sizes."""
+    """Returns the places of the operands that have the operator's dtype. The others are conditions,
+    axes and sizes."""
     if kind == "Where":
         return 1, 2
     if kind in ("Pad",):

@@ -26,7 +26,8 @@ def dot(e):
     y = e.g.transpose(y, [*by, *cy, *fy])
     of = lambda shape, axes: [shape[i] for i in axes]
     batch = of(xs, bx)
-    # MatMul broadcasts over leading axes, so without batch axes the left operand keeps its free axes.
+    # MatMul broadcasts over leading axes, so without batch axes the left operand keeps its free
+    # axes.
     keep = not bx and len(cx) == 1 and len(fx) >= 1
     left = of(xs, fx) if keep else [*batch, product(of(xs, fx))]
     x = e.g.reshape(x, [*batch, *of(xs, fx), *of(xs, cx)], [*left, product(of(xs, cx))])
@@ -88,8 +89,8 @@ def _fits_pooling(e) -> bool:
 
 
 def _pooled(e, x, start, kind: str, **attributes):
-    """Converts a pooling. ONNX pools the last axes of arrays [batch, channels, *space], so axes that are not pooled are
-    moved to the front."""
+    """Converts a pooling. ONNX pools the last axes of arrays [batch, channels, *space], so axes
+    that are not pooled are moved to the front."""
     options, shape = e.options, e.in_types[0][1]
     padding = options["padding"]
     if _explicit(options):
@@ -131,7 +132,8 @@ def _pooled(e, x, start, kind: str, **attributes):
 
 
 def _explicit(options) -> bool:
-    """Whether the input must be padded by a Pad, as padding that is symbolic, negative or as long as the window."""
+    """Whether the input must be padded by a Pad, as padding that is symbolic, negative or as long
+    as the window."""
     return any(
         not isinstance(n, int) or n < 0 or n >= w
         for pair, w in zip(options["padding"], options["window"])
@@ -188,8 +190,8 @@ def window_min(e):
 
 
 def _window_extreme(e, kind, boolean, start, pool):
-    """MaxPool overlooks some NaN, and returns the lowest finite number for windows of -inf, so it is used for finite
-    arrays only. The sum of absolute values states whether an array is finite."""
+    """MaxPool overlooks some NaN, and returns the lowest finite number for windows of -inf, so it
+    is used for finite arrays only. The sum of absolute values states whether an array is finite."""
     x = e.x(0)
     combined = lambda: [_combined(e, x, start, boolean if e.dtype.kind == "b" else kind)]
     if not _fits_pooling(e) or 0 in (*e.shape, *e.in_types[0][1]):
@@ -222,9 +224,10 @@ def window_sum(e):
 def window_select_add(e):
     """Converts the gradient of a max-pooling or min-pooling.
 
-    Each element of the source (the gradient of the pooled array) belongs to a window, and is added at the position of
-    the largest (or smallest) element of this window. Like XLA, the search through a window keeps the selected element
-    while it is at least (at most) the next one: the first of several equal elements, and the element after a NaN.
+    Each element of the source (the gradient of the pooled array) belongs to a window, and is added
+    at the position of the largest (or smallest) element of this window. Like XLA, the search
+    through a window keeps the selected element while it is at least (at most) the next one: the
+    first of several equal elements, and the element after a NaN.
     """
     options = e.options
     (_, out), (_, shape) = e.in_types[0], e.in_types[1]
@@ -269,14 +272,17 @@ def window_select_add(e):
 
 
 def _indices(e, shape, sizes, dropped):
-    """Computes the index array of a gather or scatter that accesses windows (blocks of elements) of its operand.
+    """Computes the index array of a gather or scatter that accesses windows (blocks of elements) of
+    its operand.
 
-    `sizes` contains the size of a window along each axis of the operand. The function returns a tuple of four values,
-    `indices`, `inside`, `axes` and `windows`. `axes` is the list of the operand's axes along which ONNX selects
-    elements by index. `indices` is the index array, [*batch, *windows, len(axes)]. Each vector along the last axis of
-    `indices` contains one index into the operand for each axis in `axes`. `inside` is a Boolean array that states which
-    windows lie inside the operand, or None if no window can lie outside. `windows` is the list of the operand's axes
-    along which the size of a window is greater than 1 and less than the size of the axis.
+    `sizes` contains the size of a window along each axis of the operand. The function returns a
+    tuple of four values, `indices`, `inside`, `axes` and `windows`. `axes` is the list of the
+    operand's axes along which ONNX selects elements by index. `indices` is the index array,
+    [*batch, *windows, len(axes)]. Each vector along the last axis of `indices` contains one index
+    into the operand for each axis in `axes`. `inside` is a Boolean array that states which windows
+    lie inside the operand, or None if no window can lie outside. `windows` is the list of the
+    operand's axes along which the size of a window is greater than 1 and less than the size of the
+    axis.
     """
     options, indices = e.options, e.x(1)
     (_, index_shape), batch = e.in_types[1], len(e.in_types[1][1]) - 1
@@ -332,8 +338,8 @@ def _indices(e, shape, sizes, dropped):
 
 
 def _range(e, n, axis, rank):
-    """Returns the integers 0, 1, ..., n - 1 along one axis of an array with `rank` axes. The other axes of the array
-    have size 1."""
+    """Returns the integers 0, 1, ..., n - 1 along one axis of an array with `rank` axes. The other
+    axes of the array have size 1."""
     numbers = (
         e.g.constant(np.arange(n), INT64)
         if isinstance(n, int)
@@ -521,9 +527,10 @@ def cond(e):
     index = e.x(0)
 
     def chosen(graph, i):
-        """Adds ONNX nodes that select and compute one of the branches i, i + 1, and so on. Returns the names of the
-        outputs. If `index` is at most i, the nodes select branch i. If `index` is greater than the number of the last
-        branch, the nodes select the last branch. Otherwise, the nodes select the branch with the number `index`."""
+        """Adds ONNX nodes that select and compute one of the branches i, i + 1, and so on. Returns
+        the names of the outputs. If `index` is at most i, the nodes select branch i. If `index` is
+        greater than the number of the last branch, the nodes select the last branch. Otherwise, the
+        nodes select the branch with the number `index`."""
         if i == len(branches) - 1:
             return e.body(graph, branches[i], names)
         first, rest = graph.inner(), graph.inner()

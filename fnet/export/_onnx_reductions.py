@@ -1,10 +1,12 @@
 """Converts reductions, cumulative operations and sorts to ONNX.
 
-onnxruntime's reductions differ from JAX's in three ways. ReduceMax, ReduceMin, ArgMax, ArgMin and TopK overlook a NaN
-or not, depending on its place. ReduceSum adds the numbers of an axis one after the other, so that the mean of a million
-numbers is up to 1 % off. Sums of integers stop at the largest integer.
+onnxruntime's reductions differ from JAX's in three ways. ReduceMax, ReduceMin, ArgMax, ArgMin and
+TopK overlook a NaN or not, depending on its place. ReduceSum adds the numbers of an axis one after
+the other, so that the mean of a million numbers is up to 1 % off. Sums of integers stop at the
+largest integer.
 
-ReduceL1, the sum of absolute values, is NaN exactly if an element is NaN, and finite only if all are.
+ReduceL1, the sum of absolute values, is NaN exactly if an element is NaN, and finite only if all
+are.
 """
 
 from __future__ import annotations
@@ -68,10 +70,11 @@ def _signed(e, x) -> tuple[str, Callable]:
 
 
 def _becomes_nan(e) -> bool:
-    """Whether the maximum m is only used in x - m, as in a softmax, and a NaN in x makes all results NaN anyway.
+    """Whether the maximum m is only used in x - m, as in a softmax, and a NaN in x makes all
+    results NaN anyway.
 
-    "Some" are the values in which the elements that depend on a NaN of x are NaN, "all" those in which every element of
-    the reduced axes is.
+    "Some" are the values in which the elements that depend on a NaN of x are NaN, "all" those in
+    which every element of the reduced axes is.
     """
     source, axes = e.ins[0], set(e.options["axes"])
     maxima, some, every = {e.outs[0]}, set(), set()
@@ -153,7 +156,8 @@ def _factors(n: int) -> list[int] | None:
 
 
 def _flat(e, x) -> tuple[str, list, int | str]:
-    """Moves the reduced axes of x to the end and joins them. Returns (the name, the other sizes, the joined size)."""
+    """Moves the reduced axes of x to the end and joins them. Returns (the name, the other sizes,
+    the joined size)."""
     axes, shape = e.options["axes"], e.in_types[0][1]
     rest = [axis for axis in range(len(shape)) if axis not in axes]
     moved = [shape[axis] for axis in (*rest, *axes)]
@@ -275,7 +279,8 @@ def _cumulative(kind: str) -> Callable:
 
 
 def _order(e, x, dtype, count, axis, largest) -> str:
-    """Returns the places of the first `count` elements of x in sorted order. NaN is larger than all numbers."""
+    """Returns the places of the first `count` elements of x in sorted order. NaN is larger than all
+    numbers."""
     top = lambda x, count: e.g.op(
         "TopK", x, e.g.size(count), outputs=2, axis=axis, largest=int(largest)
     )[1]

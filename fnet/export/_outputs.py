@@ -1,4 +1,5 @@
-"""Compares the outputs of another runtime, such as onnxruntime, with those of the program, element by element.
+"""Compares the outputs of another runtime, such as onnxruntime, with those of the program, element
+by element.
 
 Every bundle (file of an exported model) contains a copy of this module as outputs.py.
 """
@@ -19,7 +20,8 @@ class Different(ValueError):
 
 
 def tolerance(dtypes: Iterable[str]) -> float:
-    """Returns the relative tolerance for a program that computes in these dtypes: that of the least precise one."""
+    """Returns the relative tolerance for a program that computes in these dtypes: that of the least
+    precise one."""
     return max((TOLERANCES.get(str(dtype), 0.0) for dtype in dtypes), default=1e-5) or 1e-5
 
 
@@ -34,28 +36,32 @@ def compare(
 ) -> float:
     """Compares each element of the outputs `results` with the element of `wanted`.
 
-    Two elements are equal if they are the same bits, both NaN, or differ by at most `tolerance` of the wanted one plus
-    what rounding may change. Integers and bools are equal only if they are the same.
+    Two elements are equal if they are the same bits, both NaN, or differ by at most `tolerance` of
+    the wanted one plus what rounding may change. Integers and bools are equal only if they are the
+    same.
 
     Args:
         where: the beginning of the error message.
-        spreads: functions that return, for each output, by how much rounding may change each element. Each is called
-            only if elements differ without it, so the fastest is the first. Default (): not at all.
-        largest: whether the differences may be relative to the largest element of an output, for runtimes whose weights
-            are rounded.
+        spreads: functions that return, for each output, by how much rounding may change each
+            element. Each is called only if elements differ without it, so the fastest is the first.
+            Default (): not at all.
+        largest: whether the differences may be relative to the largest element of an output, for
+            runtimes whose weights are rounded.
 
     Returns:
         The largest relative difference of an element.
 
     Raises:
-        Different: an element differs by more. The message names the output, the element and both values.
+        Different: an element differs by more. The message names the output, the element and both
+            values.
     """
     worst, measured, left = 0.0, None, list(spreads)
     for i, (name, got, want) in enumerate(zip(names, results, wanted)):
         got, want = np.asarray(got), np.asarray(want)
         if got.shape != want.shape:
             raise Different(
-                f"{where}, the output {name!r} has shape {got.shape}, and the program's {want.shape}"
+                f"{where}, the output {name!r} has shape {got.shape}, and the program's "
+                f"{want.shape}"
             )
         floor = _below_largest(_wide(want)) if largest else 0.0
         known = floor if measured is None else measured[i] / tolerance + floor
@@ -67,7 +73,8 @@ def compare(
         if not (error <= tolerance).all():
             at = np.unravel_index(np.argmax(error), error.shape)
             raise Different(
-                f"{where}, the output {name!r} differs from the program's{_by(got[at], want[at])}, more "
+                f"{where}, the output {name!r} differs from the program's{_by(got[at], want[at])}, "
+                f"more "
                 f"than {tolerance:.2g}{' and what rounding explains' if spreads else ''}: {name}"
                 f"{list(map(int, at)) if at else ''} is {got[at]}, expected {want[at]} "
                 f"({int((error > tolerance).sum())} of {error.size} elements differ)"
@@ -103,7 +110,8 @@ def _errors(got, want, tolerance, floor) -> np.ndarray:
     a, b = _wide(got), _wide(want)
     same = (a == b) | (np.isnan(a) & np.isnan(b)) | np.isinf(floor)
     with np.errstate(all="ignore"):
-        # XLA replaces subnormal numbers by 0 on CPUs, so the smallest normal number is the unit near 0.
+        # XLA replaces subnormal numbers by 0 on CPUs, so the smallest normal number is the unit
+        # near 0.
         error = np.abs(a - b) / (
             np.abs(b) + np.where(np.isfinite(floor), floor, 0) + smallest / tolerance
         )

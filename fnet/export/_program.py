@@ -28,11 +28,12 @@ class Entry:
     """A traced function of a program.
 
     Attributes:
-        closed: the closed jaxpr of the traced function. The arguments of the jaxpr are the weights, in the order of
-            `weights`, and the leaves of the inputs. The results of the jaxpr are the leaves of the tree that the traced
-            function returns.
-        weights: the names of the weights that the function uses. An array that the function closes over is also a
-            weight. The name of a closed-over array is constants/DIGEST, where DIGEST is a hash of the array.
+        closed: the closed jaxpr of the traced function. The arguments of the jaxpr are the weights,
+            in the order of `weights`, and the leaves of the inputs. The results of the jaxpr are
+            the leaves of the tree that the traced function returns.
+        weights: the names of the weights that the function uses. An array that the function closes
+            over is also a weight. The name of a closed-over array is constants/DIGEST, where DIGEST
+            is a hash of the array.
         inputs: the descriptions of the inputs, [(name, tree of {"dtype", "shape"})].
         output: the description of the output, a tree of {"dtype", "shape"}.
         constraints: the constraints on the symbolic sizes, a list of strings.
@@ -45,8 +46,9 @@ class Entry:
 
     @functools.cached_property
     def portable(self) -> export.Exported:
-        """The program, exported for all platforms. The arguments of the exported function are the weights, {name:
-        array}, and the list of inputs. The result of the exported function is the list of outputs."""
+        """The program, exported for all platforms. The arguments of the exported function are the
+        weights, {name: array}, and the list of inputs. The result of the exported function is the
+        list of outputs."""
         return self.exported(PLATFORMS)
 
     @functools.cached_property
@@ -80,8 +82,8 @@ class Program:
 
     Attributes:
         entries: the entry points, {name: `Entry`}.
-        weights: the weights, {name: array}. The name of a weight begins with params/ or state/. An array that a
-            function closes over is also a weight; its name begins with constants/.
+        weights: the weights, {name: array}. The name of a weight begins with params/ or state/. An
+            array that a function closes over is also a weight; its name begins with constants/.
 
     >>> model = nn.Dense(3)
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
@@ -94,18 +96,21 @@ class Program:
         self.entries, self.weights, self._trees = entries, weights, trees
 
     def entry(self, name: str, f: Callable, **specs: Any) -> Program:
-        """Returns the program with an additional entry point: a function of the same parameters and state.
+        """Returns the program with an additional entry point: a function of the same parameters and
+        state.
 
-        `Bundle.run` calls the function "preprocess" before "predict", and the function "postprocess" after it.
+        `Bundle.run` calls the function "preprocess" before "predict", and the function
+        "postprocess" after it.
 
         Args:
-            name: the name of the function in the program, a Python identifier such as "embed", "decode" or
-                "train_step".
+            name: the name of the function in the program, a Python identifier such as "embed",
+                "decode" or "train_step".
             f: the function, as for `export.program`.
             specs: the types of the inputs of f, as for `export.program`.
 
         Raises:
-            ValueError: the program already has a function of this name, or the name is not an identifier.
+            ValueError: the program already has a function of this name, or the name is not an
+                identifier.
         """
         if not name.isidentifier() or name in self.entries:
             what = "exists already" if name in self.entries else "must be a Python identifier"
@@ -114,8 +119,8 @@ class Program:
         return Program({**self.entries, name: entry}, {**self.weights, **constants}, self._trees)
 
     def call(self, name: str, *inputs: Any, weights: Mapping[str, Any] | None = None) -> list:
-        """Runs an entry point (a function of the program) in this process, and returns the leaves of its output. The
-        weights are those of the program unless others are passed."""
+        """Runs an entry point (a function of the program) in this process, and returns the leaves
+        of its output. The weights are those of the program unless others are passed."""
         entry = self.entries[name]
         weights = self.weights if weights is None else weights
         return entry.compiled(
@@ -133,24 +138,29 @@ class Program:
         kernels: Sequence[str] = (),
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes a bundle: a file that contains the programs and weights, and can be loaded with only JAX and NumPy.
+        """Writes a bundle: a file that contains the programs and weights, and can be loaded with
+        only JAX and NumPy.
 
         Args:
             path: the file to write, such as "digits.fnet". An existing file is replaced atomically.
             labels: the names of the classes. Default None: no labels.
-            tokenizer: a tokenizer to copy into the bundle: its folder, its file or a list of its files. Default None:
-                no tokenizer.
-            tests: the inputs for `load(check=True)`, {function: {input: array}}. Default: drawn inputs. Integers are
-                drawn from the range in which the program uses them (lengths, indices) and beyond it, floating-point
-                numbers around 1, near 0 and far out, for two choices of the symbolic sizes.
-            differentiable: whether the bundle contains the gradients of the programs. Default False.
-            kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with handwritten
-                attention kernels. The default is none.
-            about: a dict of JSON data about the model, such as the data set and the accuracy. The dict `about` is added
-                to the provenance in the manifest (manifest.json in the bundle). Default None.
+            tokenizer: a tokenizer to copy into the bundle: its folder, its file or a list of its
+                files. Default None: no tokenizer.
+            tests: the inputs for `load(check=True)`, {function: {input: array}}. Default: drawn
+                inputs. Integers are drawn from the range in which the program uses them (lengths,
+                indices) and beyond it, floating-point numbers around 1, near 0 and far out, for two
+                choices of the symbolic sizes.
+            differentiable: whether the bundle contains the gradients of the programs. Default
+                False.
+            kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with
+                handwritten attention kernels. The default is none.
+            about: a dict of JSON data about the model, such as the data set and the accuracy. The
+                dict `about` is added to the provenance in the manifest (manifest.json in the
+                bundle). Default None.
 
         Raises:
-            ValueError: an argument is not valid, or a weight has a dtype that safetensors files cannot hold.
+            ValueError: an argument is not valid, or a weight has a dtype that safetensors files
+                cannot hold.
         """
         from fnet.export import _write
 
@@ -175,32 +185,35 @@ class Program:
         external: bool | None = None,
         check: bool = True,
     ) -> None:
-        """Writes an entry point (a function of the program) as an ONNX model. Compares the outputs in onnxruntime with
-        the outputs of the program.
+        """Writes an entry point (a function of the program) as an ONNX model. Compares the outputs
+        in onnxruntime with the outputs of the program.
 
-        Size variables (see `export.spec`) remain symbolic, scans become Loops, and nodes are named after their scopes.
-        This method needs fnet[onnx].
+        Size variables (see `export.spec`) remain symbolic, scans become Loops, and nodes are named
+        after their scopes. This method needs fnet[onnx].
 
         Args:
             path: the file to write, such as "digits.onnx".
             entry: the name of the entry point. Default "predict".
             opset: the version of ONNX's operators, an integer of at least 18. Default 20.
-            fused: whether groups of operations are replaced by single operators that compute the same. The operators
-                are LayerNormalization, Gelu (of a program with erf, with opset 20 or later), and RMSNormalization and
-                Attention (with opset 23 or later). An exact GELU with erfc becomes fewer operators. Default True.
-            external: whether the weights are written to a separate file, path + ".data". Default None: the weights are
-                written to a separate file only if they exceed 1.9 GB.
-            check: whether to run the model in onnxruntime and compare the outputs, with drawn inputs as for `save`.
-                Default True.
+            fused: whether groups of operations are replaced by single operators that compute the
+                same. The operators are LayerNormalization, Gelu (of a program with erf, with opset
+                20 or later), and RMSNormalization and Attention (with opset 23 or later). An exact
+                GELU with erfc becomes fewer operators. Default True.
+            external: whether the weights are written to a separate file, path + ".data". Default
+                None: the weights are written to a separate file only if they exceed 1.9 GB.
+            check: whether to run the model in onnxruntime and compare the outputs, with drawn
+                inputs as for `save`. Default True.
 
         Raises:
-            NotImplementedError: an operation is not supported. The error message states the operation and its path.
-            ValueError: an element of an output in onnxruntime differs from the program's by more than 1e-5 of its
-                value (float16: 2e-3, float64: 1e-10) and more than rounding explains, or an argument is not valid.
+            NotImplementedError: an operation is not supported. The error message states the
+            operation and its path. ValueError: an element of an output in onnxruntime differs from
+            the program's by more than 1e-5 of its
+                value (float16: 2e-3, float64: 1e-10) and more than rounding explains, or an
+                argument is not valid.
 
         Warns:
-            UserWarning: only for inputs with NaN or Inf, the outputs differ. Or the model could not be compared,
-                because no small sizes satisfy the constraints.
+            UserWarning: only for inputs with NaN or Inf, the outputs differ. Or the model could not
+                be compared, because no small sizes satisfy the constraints.
         """
         from fnet.export import _onnx
 
@@ -217,37 +230,41 @@ class Program:
         dtype: str = "float32",
         check: bool = True,
     ) -> None:
-        """Writes an entry point (a function of the program) as a LiteRT (TensorFlow Lite) model. Compares the outputs
-        in LiteRT with the outputs of the program.
+        """Writes an entry point (a function of the program) as a LiteRT (TensorFlow Lite) model.
+        Compares the outputs in LiteRT with the outputs of the program.
 
-        In the LiteRT model, all sizes are fixed, and scans are unrolled. This method needs fnet[litert] and
-        litert-converter, but not TensorFlow. The method is experimental, because litert-converter has no public API.
+        In the LiteRT model, all sizes are fixed, and scans are unrolled. This method needs
+        fnet[litert] and litert-converter, but not TensorFlow. The method is experimental, because
+        litert-converter has no public API.
 
             program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])
 
         Args:
             path: the file to write, such as "digits.tflite".
             entry: the name of the entry point. Default "predict".
-            sizes: the value of each symbolic size, such as {"b": 1, "t": 64}, or a list of several such dicts. If
-                `sizes` is a single dict, the LiteRT model contains one function (called a signature), which has the
-                name of the entry point. If `sizes` is a list of several dicts, each dict defines a signature (function)
-                with a name such as predict_b1_t64. All signatures use the same weights. Default None: the value of each
-                symbolic size is its upper bound, such as 64 for t <= 64. For a symbolic size without an upper bound,
-                the default is the smallest valid value.
-            dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With `dtype="int8"`, matrix
-                products and convolutions are computed in int8 (dynamic quantization).
-            check: whether to run the model in LiteRT and compare the outputs, with drawn inputs as for `save`. Default
-                True.
+            sizes: the value of each symbolic size, such as {"b": 1, "t": 64}, or a list of several
+                such dicts. If `sizes` is a single dict, the LiteRT model contains one function
+                (called a signature), which has the name of the entry point. If `sizes` is a list of
+                several dicts, each dict defines a signature (function) with a name such as
+                predict_b1_t64. All signatures use the same weights. Default None: the value of each
+                symbolic size is its upper bound, such as 64 for t <= 64. For a symbolic size
+                without an upper bound, the default is the smallest valid value.
+            dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With
+                `dtype="int8"`, matrix products and convolutions are computed in int8 (dynamic
+                quantization).
+            check: whether to run the model in LiteRT and compare the outputs, with drawn inputs as
+                for `save`. Default True.
 
-        The operators of LiteRT compute other values than JAX for some special numbers, such as exp(NaN) = 0. A warning
-        names those that the program contains, with their paths.
+        The operators of LiteRT compute other values than JAX for some special numbers, such as
+        exp(NaN) = 0. A warning names those that the program contains, with their paths.
 
         Raises:
-            NotImplementedError: the converter or the interpreter does not support an operation or a dtype. The error
-                message names the operation and its path.
-            ValueError: an element of an output in LiteRT differs from the program's by more than 1e-5 of its value
-                and more than rounding explains (float16 and int8: by more than 1e-2 or 0.25 of the largest element of
-                the output), or an argument is not valid.
+            NotImplementedError: the converter or the interpreter does not support an operation or a
+                dtype. The error message names the operation and its path.
+            ValueError: an element of an output in LiteRT differs from the program's by more than
+                1e-5 of its value
+                and more than rounding explains (float16 and int8: by more than 1e-2 or 0.25 of the
+                largest element of the output), or an argument is not valid.
         """
         from fnet.export import _litert
 
@@ -255,34 +272,35 @@ class Program:
 
 
 def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Program:
-    """Traces a function and returns it, with its parameters, as a `Program` that can be saved and run elsewhere.
+    """Traces a function and returns it, with its parameters, as a `Program` that can be saved and
+    run elsewhere.
 
         program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
         program.save("digits.fnet")
         program.onnx("digits.onnx")
 
-    The function is traced once. The traced function becomes the entry point "predict" of the program; `Program.entry`
-    adds further entry points (functions).
+    The function is traced once. The traced function becomes the entry point "predict" of the
+    program; `Program.entry` adds further entry points (functions).
 
     Args:
         f: a model, or any JAX function f(params, *inputs), for example of Flax, Equinox or Haiku.
-        params: the parameters, a tree of arrays. Implicit arrays, such as quantized parameters, are exported as the
-            arrays that they store (for example, codes and scales).
-        state: the state, a tree of arrays, or None (the default). With a state, f is called with `state=state` and must
-            return (output, new state). Only the output is exported. A function that does not accept `state` is called
-            without `state`.
-        specs: the type of each input, `name=export.spec(...)`. If an input is a tree of arrays, its type is a tree of
-            `export.spec(...)`. If f has parameters with the names in `specs`, inputs are passed by name, otherwise by
-            position in the order of `specs`.
+        params: the parameters, a tree of arrays. Implicit arrays, such as quantized parameters, are
+            exported as the arrays that they store (for example, codes and scales).
+        state: the state, a tree of arrays, or None (the default). With a state, f is called with
+            `state=state` and must return (output, new state). Only the output is exported. A
+            function that does not accept `state` is called without `state`.
+        specs: the type of each input, `name=export.spec(...)`. If an input is a tree of arrays, its
+            type is a tree of `export.spec(...)`. If f has parameters with the names in `specs`,
+            inputs are passed by name, otherwise by position in the order of `specs`.
 
     Returns:
         A `Program`.
 
     Raises:
-        TypeError: `specs` is empty or contains an object that is not an input type such as `export.spec(...)`, or f
-            cannot be called with the inputs.
-        ValueError: two weights have the same name, or, without jax_enable_x64, an input has a dtype of 64 bits, or a
-            weight has a value that its dtype of 32 bits cannot hold.
+        TypeError: `specs` is empty or contains an object that is not an input type such as
+            `export.spec(...)`, or f cannot be called with the inputs.
+        ValueError: two weights have the same name, or, without jax_enable_x64, an input has a dtype
+            of 64 bits, or a weight has a value that its dtype of 32 bits cannot hold.
 
     >>> f = lambda params, x: x @ params["kernel"]
     >>> export.program(f, {"kernel": jnp.ones((3, 2))}, x=export.spec("b, 3")).entries["predict"].output
@@ -299,7 +317,8 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
 
 
 def _traced(f, params, state, specs):
-    """Traces f. Returns the `Entry` (traced function) of f, and the arrays that f closes over, {name: array}."""
+    """Traces f. Returns the `Entry` (traced function) of f, and the arrays that f closes over,
+    {name: array}."""
     if not specs:
         raise TypeError(
             "export.program: expected the type of each input by name, x=export.spec('b, 28, 28, 1')"
@@ -314,7 +333,8 @@ def _traced(f, params, state, specs):
     names = [name for name, x in named if jaxpr.is_array(x)]
     if len(set(names)) < len(names):
         raise ValueError(
-            f"export.program: two weights have the name {next(n for n in names if names.count(n) > 1)!r}"
+            f"export.program: two weights have the name "
+            f"{next(n for n in names if names.count(n) > 1)!r}"
         )
     leaves, structure = jax.tree.flatten((params, state))
     held = [x for x in leaves if jaxpr.is_array(x)]
@@ -353,16 +373,18 @@ def _check_wide(inputs):
     for name, leaf in described_leaves(inputs):
         if leaf["dtype"] in WIDE and not jax.config.jax_enable_x64:
             raise ValueError(
-                f"export.program: the input {name!r} has dtype {leaf['dtype']}, which JAX narrows to "
+                f"export.program: the input {name!r} has dtype {leaf['dtype']}, which JAX narrows "
+                f"to "
                 f"{jax.dtypes.canonicalize_dtype(leaf['dtype'])} without jax_enable_x64. Call "
-                "jax.config.update('jax_enable_x64', True) before the program is made, or export the "
+                "jax.config.update('jax_enable_x64', True) before the program is made, or export "
+                "the "
                 "narrow dtype"
             )
 
 
 def _held(name, x):
-    """Returns a weight in the dtype in which JAX traces it. Without jax_enable_x64, JAX computes with a NumPy array of
-    float64 in float32, and the bundle contains what it computes with."""
+    """Returns a weight in the dtype in which JAX traces it. Without jax_enable_x64, JAX computes
+    with a NumPy array of float64 in float32, and the bundle contains what it computes with."""
     if str(x.dtype) not in WIDE or jax.config.jax_enable_x64:
         return x
     return converted(
@@ -375,8 +397,8 @@ def _traced_dtype(x):
 
 
 def _constant(x):
-    """Returns (name, array) of an array that a function closes over. The name is a digest of the array, so equal arrays
-    are saved once."""
+    """Returns (name, array) of an array that a function closes over. The name is a digest of the
+    array, so equal arrays are saved once."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         raise TypeError(
             "export.program: the function closes over a random key; pass the key as an input, "
@@ -390,8 +412,9 @@ def _constant(x):
 
 
 def _called(f, names) -> tuple[bool, bool]:
-    """Returns two bools (by_name, takes_state). `by_name` is True if the name of each input is also the name of a
-    parameter of f, other than the first parameter. `takes_state` is True if f accepts the keyword argument `state`."""
+    """Returns two bools (by_name, takes_state). `by_name` is True if the name of each input is also
+    the name of a parameter of f, other than the first parameter. `takes_state` is True if f accepts
+    the keyword argument `state`."""
     forward = isinstance(f, nn.Layer)
     try:
         parameters = list(inspect.signature(type(f).forward if forward else f).parameters.values())
@@ -407,6 +430,7 @@ def _called(f, names) -> tuple[bool, bool]:
     if not missing or len(missing) == len(names):
         return not missing, takes_state
     raise TypeError(
-        f"export.program: the function has no parameter {missing[0]!r}; name all inputs as its parameters "
+        f"export.program: the function has no parameter {missing[0]!r}; name all inputs as its "
+        f"parameters "
         f"({', '.join(sorted(known - {'state'}))}) or none"
     )

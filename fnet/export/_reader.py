@@ -1,8 +1,8 @@
 """Reads a bundle (the file of an exported model), which is a zip archive with checksums.
 
-Every bundle (file of an exported model) contains a copy of this module as reader.py. This module imports only NumPy.
-The reader treats the file as untrusted: it checks every size before it allocates memory, and it executes and unpickles
-nothing in the file.
+Every bundle (file of an exported model) contains a copy of this module as reader.py. This module
+imports only NumPy. The reader treats the file as untrusted: it checks every size before it
+allocates memory, and it executes and unpickles nothing in the file.
 """
 
 import hashlib
@@ -68,14 +68,14 @@ _INVALID = (
 
 
 def test_name(entry, number):
-    """Returns the beginning of the names of a test's arrays in the file of tests. The first test of an entry point has
-    the name of the entry point, as in files that have only one."""
+    """Returns the beginning of the names of a test's arrays in the file of tests. The first test of
+    an entry point has the name of the entry point, as in files that have only one."""
     return f"{entry}.{number}" if number else entry
 
 
 class BundleError(ValueError):
-    """Raised if a file is not a bundle, if a bundle is incomplete or damaged, or if a call of a bundle does not match
-    the signature of an entry point (function).
+    """Raised if a file is not a bundle, if a bundle is incomplete or damaged, or if a call of a
+    bundle does not match the signature of an entry point (function).
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,8 @@ class Archive:
 
     Args:
         path: the path of the bundle.
-        verify: whether to read the whole file and compare its SHA-256 with the SHA-256 at its end. Default True.
+        verify: whether to read the whole file and compare its SHA-256 with the SHA-256 at its end.
+            Default True.
 
     Raises:
         BundleError: the file is damaged or not a bundle.
@@ -125,8 +126,8 @@ class Archive:
         return sorted(name for name in self._entries if name.startswith(folder))
 
     def read(self, name, known=True):
-        """Returns the bytes of a file in the bundle. If `known` is true, the SHA-256 of the bytes must be equal to that
-        in manifest.json."""
+        """Returns the bytes of a file in the bundle. If `known` is true, the SHA-256 of the bytes
+        must be equal to that in manifest.json."""
         if name not in self._entries:
             raise self.error(f"there is no {name}")
         info, start = self._entries[name]
@@ -158,8 +159,8 @@ class Archive:
         return data
 
     def tensors(self, name):
-        """Returns the arrays of a safetensors file in the bundle, {key: array}. The arrays are views of the
-        memory-mapped bundle."""
+        """Returns the arrays of a safetensors file in the bundle, {key: array}. The arrays are
+        views of the memory-mapped bundle."""
         if name not in self._entries:
             raise self.error(f"there is no {name}")
         info, start = self._entries[name]
@@ -207,8 +208,8 @@ class Archive:
         return arrays
 
     def _check_end(self, verify):
-        """Checks the end of the archive before its directory is read. If `verify` is true, also checks the SHA-256 of
-        the whole file."""
+        """Checks the end of the archive before its directory is read. If `verify` is true, also
+        checks the SHA-256 of the whole file."""
         total = len(self._map)
         tail = self._map[max(0, total - 22 - _DIGEST) :]
         if (

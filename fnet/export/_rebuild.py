@@ -1,4 +1,5 @@
-"""Creates JAX programs from the stable form (JSON data), to renew bundles (files) that JAX no longer reads.
+"""Creates JAX programs from the stable form (JSON data), to renew bundles (files) that JAX no
+longer reads.
 
 The stable form is a description of a program as JSON data, which does not depend on JAX's version.
 """
@@ -21,22 +22,24 @@ from fnet.export._program import Entry, Program
 
 
 def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> None:
-    """Replaces the programs of a bundle by programs that are written with the installed version of JAX.
+    """Replaces the programs of a bundle by programs that are written with the installed version of
+    JAX.
 
-    The new programs are created from the stable form (JSON data) of the old programs. The stable form describes a
-    program independently of JAX's version. The outputs of the new programs are compared with the outputs in the old
-    bundle. Programs with dtypes of 64 bits keep them, whether jax_enable_x64 is set or not. The new bundle has the same
-    weights, labels and tokenizer as the old bundle. The new bundle contains no programs with handwritten kernels,
-    because the JSON description of a program contains no kernels.
+    The new programs are created from the stable form (JSON data) of the old programs. The stable
+    form describes a program independently of JAX's version. The outputs of the new programs are
+    compared with the outputs in the old bundle. Programs with dtypes of 64 bits keep them, whether
+    jax_enable_x64 is set or not. The new bundle has the same weights, labels and tokenizer as the
+    old bundle. The new bundle contains no programs with handwritten kernels, because the JSON
+    description of a program contains no kernels.
 
     Args:
         path: the path of the bundle.
         output: the path of the new bundle. Default None: the old bundle is replaced.
 
     Raises:
-        BundleError: the file is damaged, or one of the programs in the bundle has no description as JSON data. A
-            BundleError is also raised if the outputs of a new program differ from the outputs that are stored in the
-            old bundle.
+        BundleError: the file is damaged, or one of the programs in the bundle has no description as
+            JSON data. A BundleError is also raised if the outputs of a new program differ from the
+            outputs that are stored in the old bundle.
 
     >>> import tempfile
     >>> model = nn.Dense(3)
@@ -118,14 +121,14 @@ def _entry(bundle, name) -> Entry:
 
 
 def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Callable:
-    """Creates a function f(weights, inputs) -> outputs from the stable form (JSON data) of an entry point, for the
-    given values of the size variables.
+    """Creates a function f(weights, inputs) -> outputs from the stable form (JSON data) of an entry
+    point, for the given values of the size variables.
 
     Unlike a program that JAX has serialized, the created function can be optimized by `ft.tune`.
 
     Raises:
-        BundleError: the bundle contains no JSON data that describe the program of the entry point, or its signature has
-            dtypes of 64 bits and jax_enable_x64 is not set.
+        BundleError: the bundle contains no JSON data that describe the program of the entry point,
+            or its signature has dtypes of 64 bits and jax_enable_x64 is not set.
     """
     description, stable = bundle.manifest["entries"][name], bundle.stable(name)
     if _signature.is_wide(stable) and not jax.config.jax_enable_x64:
@@ -151,7 +154,8 @@ def sized(
     sizes: Mapping[str, int],
     operations: Mapping[str, Callable] | None = None,
 ) -> Run:
-    """Returns a `Run` that evaluates a program in stable form (JSON data) with given values of its symbolic sizes."""
+    """Returns a `Run` that evaluates a program in stable form (JSON data) with given values of its
+    symbolic sizes."""
     shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
     values = [(dtype, shape(axes)) for dtype, axes in stable["values"]]
     return Run(values, dict(zip(stable["constants"], constants)), shape, operations)
@@ -163,8 +167,9 @@ class Run:
     Attributes:
         values: the type of each value, a list of (dtype, shape).
         known: the constants, {index of the value: array}.
-        shape: a function that converts a shape from the JSON data, such as ["b", 3], to the shape of an array.
-        operations: the functions that compute the operations, {name of the operation: function}.
+        shape: a function that converts a shape from the JSON data, such as ["b", 3], to the shape
+        of an array. operations: the functions that compute the operations, {name of the operation:
+        function}.
     """
 
     def __init__(self, values, known, shape, operations=None):
@@ -194,9 +199,10 @@ def _number(x):
     return float(x) if isinstance(x, str) else x
 
 
-# Operations bind JAX's primitives with the recorded parameters. The public functions of jax.lax would interpret their
-# arguments once more: jax.lax.dynamic_slice counts a negative start from the end, but the recorded program has already
-# done so, and a start that is still negative is out of bounds.
+# Operations bind JAX's primitives with the recorded parameters. The public functions of jax.lax
+# would interpret their arguments once more: jax.lax.dynamic_slice counts a negative start from the
+# end, but the recorded program has already done so, and a start that is still negative is out of
+# bounds.
 
 
 def _bind(name: str, *arrays: Any, **params: Any) -> Any:
@@ -206,8 +212,8 @@ def _bind(name: str, *arrays: Any, **params: Any) -> Any:
 
 @functools.cache
 def _others(name: str) -> Mapping[str, Any]:
-    """Returns the parameters of a primitive in a call without options. The stable form holds no shardings, and versions
-    of JAX differ in which primitives have them."""
+    """Returns the parameters of a primitive in a call without options. The stable form holds no
+    shardings, and versions of JAX differ in which primitives have them."""
     if name not in _CALLS:
         return {}
     x = np.ones((1, 2, 2), np.float32)

@@ -1,4 +1,5 @@
-"""Records the model of a training run in the folder of the run, so that `fnet export RUN` needs no code of the user."""
+"""Records the model of a training run in the folder of the run, so that `fnet export RUN` needs no
+code of the user."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ class Record(NamedTuple):
         model: the model.
         inputs: the types of the model's inputs, {name: `Spec`}.
         labels: the names of the classes, or None.
-        standardize: None, or, if the model expects standardized images, the mean and standard deviation of each
-            channel, {"mean": [...], "std": [...]}. The mean and standard deviation are those of images with values in
-            [0, 1].
+        standardize: None, or, if the model expects standardized images, the mean and standard
+            deviation of each channel, {"mean": [...], "std": [...]}. The mean and standard
+            deviation are those of images with values in [0, 1].
     """
 
     model: Any
@@ -45,20 +46,22 @@ def record(
     standardize: Mapping[str, Iterable[float]] | None = None,
     **specs: Spec,
 ) -> None:
-    """Writes a model of `fnet.models` (its class and fields) and the types of its inputs to a file in the folder of a
-    training run.
+    """Writes a model of `fnet.models` (its class and fields) and the types of its inputs to a file
+    in the folder of a training run.
 
-    The file is model.json. With model.json, the command `fnet export` can export the trained model without your code.
+    The file is model.json. With model.json, the command `fnet export` can export the trained model
+    without your code.
 
         export.record(workdir, model, x=export.spec("b, 28, 28, 1"), labels=range(10))
 
     Args:
         workdir: the folder of the training run, a local path. It is created if necessary.
-        model: a model of `fnet.models` whose fields are numbers, strings, or tuples of numbers and strings.
+        model: a model of `fnet.models` whose fields are numbers, strings, or tuples of numbers and
+            strings.
         labels: the names of the classes. Default None: no labels.
-        standardize: for a model that expects standardized images, a dict {"mean": [...], "std": [...]} with the mean
-            and the standard deviation of each channel. The mean and standard deviation are those of images with values
-            in [0, 1]. Default None.
+        standardize: for a model that expects standardized images, a dict {"mean": [...], "std":
+            [...]} with the mean and the standard deviation of each channel. The mean and standard
+            deviation are those of images with values in [0, 1]. Default None.
         specs: the types of the inputs, `name=export.spec(...)`.
 
     Raises:
@@ -73,7 +76,8 @@ def record(
     kind, folder = type(model), Path(workdir)
     if getattr(importlib.import_module(_PACKAGE), kind.__name__, None) is not kind:
         raise TypeError(
-            f"export.record: {kind.__module__}.{kind.__name__} is not a model of fnet.models; export it in "
+            f"export.record: {kind.__module__}.{kind.__name__} is not a model of fnet.models; "
+            f"export it in "
             "your own code with export.program"
         )
     fields = {}
@@ -81,7 +85,8 @@ def record(
         value = getattr(model, field.name)
         if not _plain(value):
             raise TypeError(
-                f"export.record: {kind.__name__}.{field.name} is a {type(value).__name__}, which cannot be "
+                f"export.record: {kind.__name__}.{field.name} is a {type(value).__name__}, which "
+                f"cannot be "
                 "recorded; export the model in your own code with export.program"
             )
         fields[field.name] = value
@@ -103,7 +108,8 @@ def read_record(workdir: str | os.PathLike) -> Record:
     """Reads the model that `record` wrote to model.json in the folder of a training run.
 
     Returns:
-        A named tuple (model, inputs, labels, standardize), with the values that were passed to `record`.
+        A named tuple (model, inputs, labels, standardize), with the values that were passed to
+        `record`.
 
     Raises:
         FileNotFoundError: the folder has no model.json.

@@ -1,9 +1,11 @@
-"""Estimates the rounding errors of a program, so that a comparison with another runtime can tell them from faults.
+"""Estimates the rounding errors of a program, so that a comparison with another runtime can tell
+them from faults.
 
-No two runtimes round alike, and how far their results may be apart depends on the program: a logit near 0 is the
-difference of large sums, and a deep network with random weights may amplify the last bit to a visible change. Monte
-Carlo arithmetic measures this (Parker, 1997): the program runs several times, and each time the operands and the result
-of each operation that rounds are changed by about one unit in the last place.
+No two runtimes round alike, and how far their results may be apart depends on the program: a logit
+near 0 is the difference of large sums, and a deep network with random weights may amplify the last
+bit to a visible change. Monte Carlo arithmetic measures this (Parker, 1997): the program runs
+several times, and each time the operands and the result of each operation that rounds are changed
+by about one unit in the last place.
 
 Every bundle (file of an exported model) contains a copy of this module as rounding.py.
 """
@@ -40,18 +42,19 @@ _SUMS = {
 def spread(program, constants, inputs, sizes):
     """Returns, for each output of a program, by how much rounding may change each element.
 
-    An element that is an integer, NaN or Inf has the spread Inf if it differs between the runs, and otherwise 0. The
-    arguments are those of `interpret.run`.
+    An element that is an integer, NaN or Inf has the spread Inf if it differs between the runs, and
+    otherwise 0. The arguments are those of `interpret.run`.
     """
     runs = [interpret.run(program, constants, inputs, sizes, _Noisy(seed)) for seed in range(_RUNS)]
     return [_deviation(outputs) for outputs in zip(*runs)]
 
 
 def perturbed(run, weights, inputs):
-    """Returns by how much the outputs of `run(weights, inputs)` change if the last place of each weight and input does.
+    """Returns by how much the outputs of `run(weights, inputs)` change if the last place of each
+    weight and input does.
 
-    This is coarser than `spread`, but as fast as `run`. It shows nothing for programs of integers, and nothing of what
-    a long sum loses inside of the program.
+    This is coarser than `spread`, but as fast as `run`. It shows nothing for programs of integers,
+    and nothing of what a long sum loses inside of the program.
     """
     runs = []
     for seed in range(_RUNS):
@@ -81,8 +84,8 @@ def _deviation(runs):
 
 
 def _last_place(draw, x):
-    """Changes the last place of numbers, except of those with few digits, such as 0.5. These are meant to be exact, as
-    where a program rounds."""
+    """Changes the last place of numbers, except of those with few digits, such as 0.5. These are
+    meant to be exact, as where a program rounds."""
     x = np.asarray(x)
     if not _floating(x.dtype) or x.dtype.kind == "c":
         return x
@@ -120,7 +123,8 @@ def _unit(dtype):
 
 
 class _Noisy:
-    """Computes operations whose operands and results are changed by about one unit in the last place."""
+    """Computes operations whose operands and results are changed by about one unit in the last
+    place."""
 
     def __init__(self, seed):
         self.draw = np.random.default_rng(seed)
@@ -136,7 +140,8 @@ class _Noisy:
         return [self._changed(np.asarray(y), dtype) for y, (dtype, _) in zip(results, types)]
 
     def _operands(self, arrays, types):
-        """Changes the smallest operand of a sum, which is enough. The error of a sum grows with its number of terms."""
+        """Changes the smallest operand of a sum, which is enough. The error of a sum grows with its
+        number of terms."""
         floating = [i for i, x in enumerate(arrays) if _floating(x.dtype)]
         if not floating:
             return arrays

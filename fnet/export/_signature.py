@@ -1,7 +1,7 @@
 """Compares the arguments of a call with the signature of an exported program.
 
-A signature describes the inputs and the output as trees of dtypes and shapes. Every bundle (file of an exported model)
-contains a copy of this module as signature.py.
+A signature describes the inputs and the output as trees of dtypes and shapes. Every bundle (file of
+an exported model) contains a copy of this module as signature.py.
 """
 
 import re
@@ -31,16 +31,18 @@ KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"
 
 
 def is_wide(stable):
-    """Whether a program computes in dtypes of 64 bits, which JAX traces as dtypes of 32 bits without jax_enable_x64."""
+    """Whether a program computes in dtypes of 64 bits, which JAX traces as dtypes of 32 bits
+    without jax_enable_x64."""
     return any(dtype in WIDE for dtype, _ in stable["values"])
 
 
 def bound(path, entry, description, inputs, named):
-    """Checks the inputs of a call. Returns two values: the list of the input arrays, in the order of the program's
-    inputs, and the values of the symbolic sizes, {name: value}.
+    """Checks the inputs of a call. Returns two values: the list of the input arrays, in the order
+    of the program's inputs, and the values of the symbolic sizes, {name: value}.
 
     Raises:
-        BundleError: the inputs do not match the signature (structure, dtypes and shapes of the inputs).
+        BundleError: the inputs do not match the signature (structure, dtypes and shapes of the
+            inputs).
     """
     names = [name for name, _ in description["inputs"]]
     expected = f"{path}: {entry}({', '.join(names)})"
@@ -64,7 +66,8 @@ def bound(path, entry, description, inputs, named):
 
 
 def _sizes(expected, constraints, leaves):
-    """Returns the values of the symbolic sizes, {name: value}, after checking shapes and constraints."""
+    """Returns the values of the symbolic sizes, {name: value}, after checking shapes and
+    constraints."""
     sizes, origin = {}, {}
     for name, leaf, shape in leaves:
         if len(shape) != len(leaf["shape"]):
@@ -93,7 +96,8 @@ def _sizes(expected, constraints, leaves):
                     else f"{value}"
                 )
                 raise BundleError(
-                    f"{expected}: the input {name!r} has shape {shape}, expected {text(leaf)}: axis "
+                    f"{expected}: the input {name!r} has shape {shape}, expected {text(leaf)}: "
+                    f"axis "
                     f"{axis} has size {n}, expected {why}"
                 )
     for constraint in constraints:
@@ -122,7 +126,8 @@ def _solve(expected, leaves, sizes, origin):
         variable, value = unknown
         if value is None or value < 1:
             raise BundleError(
-                f"{expected}: axis {axis} of the input {name!r} has size {n}, expected {wanted} for an "
+                f"{expected}: axis {axis} of the input {name!r} has size {n}, expected {wanted} "
+                f"for an "
                 f"integer {variable} of at least 1, as in {text(leaf)}"
             )
         sizes[variable], origin[variable] = (
@@ -132,8 +137,8 @@ def _solve(expected, leaves, sizes, origin):
 
 
 def satisfied(constraint, sizes):
-    """Whether sizes satisfy a constraint such as "t <= 64". If `sizes` has no value for a variable in the constraint,
-    the result is True."""
+    """Whether sizes satisfy a constraint such as "t <= 64". If `sizes` has no value for a variable
+    in the constraint, the result is True."""
     left, relation, right = re.split("(<=|>=|==)", constraint, maxsplit=1)
     try:
         x, y = (size(part.strip(), sizes) for part in (left, right))
@@ -178,11 +183,13 @@ def flatten(expected, name, tree, value, flat, leaves):
 
 
 def converted(what, x, dtype):
-    """Converts an array to a dtype that holds all of its values. Only floating-point numbers may be rounded.
+    """Converts an array to a dtype that holds all of its values. Only floating-point numbers may be
+    rounded.
 
     Raises:
-        BundleError: a value is outside of the range of the dtype, or an integer has no equal in it. The error is also
-            raised if the values of an integer array are not known yet, because JAX is tracing the call.
+        BundleError: a value is outside of the range of the dtype, or an integer has no equal in it.
+            The error is also raised if the values of an integer array are not known yet, because
+            JAX is tracing the call.
     """
     integers = x.dtype.kind in "iu"
     if np.can_cast(x.dtype, dtype, "safe") and not (
@@ -213,7 +220,8 @@ def converted(what, x, dtype):
         lost[large] = [int(a) != int(b) for a, b in zip(values[large], reals[large])]
     if lost.any():
         raise BundleError(
-            f"{what} has dtype {x.dtype} and the value {values[lost].ravel()[0]}, which {dtype} cannot "
+            f"{what} has dtype {x.dtype} and the value {values[lost].ravel()[0]}, which {dtype} "
+            f"cannot "
             f"hold; expected {dtype}"
         )
     return narrow
@@ -232,17 +240,19 @@ def unflatten(tree, leaves):
 
 
 def named(description, inputs):
-    """Returns the inputs of a program as trees, {name of the input: tree}. The argument `inputs` contains the leaves of
-    all trees, in the order of the program's inputs."""
+    """Returns the inputs of a program as trees, {name of the input: tree}. The argument `inputs`
+    contains the leaves of all trees, in the order of the program's inputs."""
     leaves = iter(inputs)
     return {name: unflatten(tree, leaves) for name, tree in description["inputs"]}
 
 
 def chosen(description, weights, held):
-    """Selects the weights of an entry point (a function) from a tree of weights, and returns them as {name: array}.
+    """Selects the weights of an entry point (a function) from a tree of weights, and returns them
+    as {name: array}.
 
-    An entry point may also need arrays that the exported function closed over. If the tree `weights` does not contain
-    such an array, the array is taken from `held`, a dict of the arrays that are stored in the bundle.
+    An entry point may also need arrays that the exported function closed over. If the tree
+    `weights` does not contain such an array, the array is taken from `held`, a dict of the arrays
+    that are stored in the bundle.
     """
     flat = {name: held[name] for name in description["weights"] if name.startswith("constants/")}
 

@@ -1,13 +1,13 @@
-"""Computes the sizes of axes from expressions of size variables (symbolic sizes). Every bundle (file of an exported
-model) contains a copy of this module as sizes.py."""
+"""Computes the sizes of axes from expressions of size variables (symbolic sizes). Every bundle
+(file of an exported model) contains a copy of this module as sizes.py."""
 
 import ast
 import re
 
 
 def size(expression, sizes):
-    """Returns the value of a size: an integer, or an expression such as "floordiv(h + 1, 2)*b^2" of the variables in
-    `sizes`.
+    """Returns the value of a size: an integer, or an expression such as "floordiv(h + 1, 2)*b^2" of
+    the variables in `sizes`.
 
     >>> size("floordiv(h + 1, 2)*b^2", {"h": 6, "b": 3})
     27
@@ -28,9 +28,9 @@ def variables(expression):
 
 
 def solved(expression, n, sizes):
-    """Returns (the only variable in `expression` that `sizes` lacks, its value for which the expression equals n). The
-    value is None if it is no integer. The result is None if there is not one such variable, or if the expression is not
-    linear in it, which JAX cannot solve either.
+    """Returns (the only variable in `expression` that `sizes` lacks, its value for which the
+    expression equals n). The value is None if it is no integer. The result is None if there is not
+    one such variable, or if the expression is not linear in it, which JAX cannot solve either.
 
     >>> solved("4*h + b", 14, {"b": 2}), solved("4*h", 13, {})
     (('h', 3), ('h', None))

@@ -14,8 +14,8 @@ from jax import export
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The shape and dtype of an input of a program, and constraints on its symbolic sizes. `spec` creates a `Spec` and
-    documents the fields.
+    """The shape and dtype of an input of a program, and constraints on its symbolic sizes. `spec`
+    creates a `Spec` and documents the fields.
 
     >>> export.spec("b, 28, 28, 1")
     Spec(shape='b, 28, 28, 1', dtype='float32', where=())
@@ -32,8 +32,9 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class SpecOf:
-    """The type (shapes and dtypes) of an input that is a tree of arrays. The field `function` takes the symbolic sizes
-    as arguments and returns a tree with the shapes and dtypes of the input. `spec_of` creates a `SpecOf`."""
+    """The type (shapes and dtypes) of an input that is a tree of arrays. The field `function` takes
+    the symbolic sizes as arguments and returns a tree with the shapes and dtypes of the input.
+    `spec_of` creates a `SpecOf`."""
 
     function: Callable
     where: tuple[str, ...] = ()
@@ -43,12 +44,13 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
     """Returns the type (shape and dtype) of an input of an exported program.
 
     Args:
-        shape: the sizes of the axes, separated by commas. A size is a number, the name of a size variable (a size that
-            is not fixed), or an expression of variables, for example "b, 2*h, 2*w, 3". A size variable (symbolic size)
-            has the same value, at least 1, in all inputs of a program.
+        shape: the sizes of the axes, separated by commas. A size is a number, the name of a size
+            variable (a size that is not fixed), or an expression of variables, for example "b, 2*h,
+            2*w, 3". A size variable (symbolic size) has the same value, at least 1, in all inputs
+            of a program.
         dtype: the dtype of the input, such as "int32". Default "float32".
-        where: the constraints on the symbolic sizes, a string or several strings, for example "t <= 64" or ("h >= 32",
-            "mod(h, 2) == 0"). Default: no constraints.
+        where: the constraints on the symbolic sizes, a string or several strings, for example "t <=
+            64" or ("h >= 32", "mod(h, 2) == 0"). Default: no constraints.
 
     Raises:
         ValueError: the shape, dtype or a constraint is not valid.
@@ -66,13 +68,15 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
 
 
 def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
-    """Returns the type of an input of an exported program, if the input is a tree of arrays, such as a cache.
+    """Returns the type of an input of an exported program, if the input is a tree of arrays, such
+    as a cache.
 
         cache = export.spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, 64), jnp.int32)))
 
     Args:
-        function: a function of sizes that returns a tree of arrays. The names of the function's parameters are the
-            names of the size variables (symbolic sizes). The function is traced, but not run.
+        function: a function of sizes that returns a tree of arrays. The names of the function's
+            parameters are the names of the size variables (symbolic sizes). The function is traced,
+            but not run.
         where: the constraints on the symbolic sizes, as for `spec`.
 
     >>> caches = export.spec_of(lambda b: {"keys": jnp.zeros((b, 8))}, where="b <= 16")
@@ -81,8 +85,8 @@ def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
 
 
 def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns two values: the types of the inputs, {name: tree of `jax.ShapeDtypeStruct`}, and a tuple of all
-    constraints. A size variable (symbolic size) has the same value in all inputs."""
+    """Returns two values: the types of the inputs, {name: tree of `jax.ShapeDtypeStruct`}, and a
+    tuple of all constraints. A size variable (symbolic size) has the same value in all inputs."""
     special = lambda x: isinstance(x, (Spec, SpecOf))
     leaves = [x for x in jax.tree.leaves(specs, is_leaf=special) if special(x)]
     where = tuple(dict.fromkeys(constraint for x in leaves for constraint in x.where))

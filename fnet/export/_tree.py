@@ -1,4 +1,5 @@
-"""Describes trees of arrays by names and JSON data, so that a program can read them without the classes of the
+"""Describes trees of arrays by names and JSON data, so that a program can read them without the
+classes of the
 trees."""
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ _FUNCTIONS = "floordiv", "mod", "max", "min"  # in expressions of sizes
 
 
 def named_leaves(root: str, tree: Any) -> list[tuple[str, Any]]:
-    """Returns [(path, leaf)] of a tree, with paths such as "params/block1/conv2/kernel". `root` is the first part of
-    each path."""
+    """Returns [(path, leaf)] of a tree, with paths such as "params/block1/conv2/kernel". `root` is
+    the first part of each path."""
     return [
         ("/".join([root, *map(_name, path)]), leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -25,9 +26,9 @@ def named_leaves(root: str, tree: Any) -> list[tuple[str, Any]]:
 def described(tree: Any) -> Any:
     """Describes a tree of arrays as JSON data.
 
-    The description of an array is {"dtype": ..., "shape": [...]}. The description of a container is {"dict": {...}},
-    {"list": [...]} or {"tuple": [...]}. The description of None is None. Named tuples and other registered classes are
-    described as dicts of their fields.
+    The description of an array is {"dtype": ..., "shape": [...]}. The description of a container is
+    {"dict": {...}}, {"list": [...]} or {"tuple": [...]}. The description of None is None. Named
+    tuples and other registered classes are described as dicts of their fields.
     """
     if tree is None:
         return None
@@ -40,8 +41,8 @@ def described(tree: Any) -> Any:
 
 
 def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
-    """Returns a list [(path, leaf)] of the leaves of trees that `described` returned. `trees` is a list [(name, tree)].
-    The paths are strings such as "cache/keys"."""
+    """Returns a list [(path, leaf)] of the leaves of trees that `described` returned. `trees` is a
+    list [(name, tree)]. The paths are strings such as "cache/keys"."""
     leaves: list = []
 
     def collect(name, tree):
@@ -60,8 +61,9 @@ def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
 
 
 def size_variables(trees: list[tuple[str, Any]]) -> list[str]:
-    """Returns the names of the symbolic sizes in descriptions of trees, in the order of their first occurrence. `trees`
-    is a list [(name, description)] with descriptions from the function `described`."""
+    """Returns the names of the symbolic sizes in descriptions of trees, in the order of their first
+    occurrence. `trees` is a list [(name, description)] with descriptions from the function
+    `described`."""
     text = " ".join(str(n) for _, leaf in described_leaves(trees) for n in leaf["shape"])
     return [
         name for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text)) if name not in _FUNCTIONS

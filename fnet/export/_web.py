@@ -1,4 +1,5 @@
-"""Writes a static web page on which the user draws an image. An ONNX model classifies the image in the browser."""
+"""Writes a static web page on which the user draws an image. An ONNX model classifies the image in
+the browser."""
 
 from __future__ import annotations
 
@@ -27,36 +28,39 @@ def web(
     title: str = "Draw an image",
     runtime: str | os.PathLike | None = None,
 ) -> None:
-    """Writes a folder with a web page. The user draws an image on the page, and the model classifies the image.
+    """Writes a folder with a web page. The user draws an image on the page, and the model
+    classifies the image.
 
-    The folder contains the page, the program as an ONNX file, and onnxruntime-web, which runs the program in the
-    browser. All files are static, so any web server can serve the folder, and the page loads nothing from other hosts.
-    `web` needs fnet[onnx] and the npm package onnxruntime-web.
+    The folder contains the page, the program as an ONNX file, and onnxruntime-web, which runs the
+    program in the browser. All files are static, so any web server can serve the folder, and the
+    page loads nothing from other hosts. `web` needs fnet[onnx] and the npm package onnxruntime-web.
 
         export.web(program, "site", labels=range(10))       # npm install onnxruntime-web
         # python -m http.server --directory site
 
     Args:
-        program: a program whose function "predict" maps images to scores [batch, classes]. The images are an array
-            [batch, height, width, channels] of dtype float32 or uint8 with 1 or 3 channels. The page scales the user's
-            drawing to the height and width of the images. If the program has the function "preprocess", the page calls
-            "preprocess" with the scaled image, whose values are from 0 to 255, and then "predict" with the result. If
-            the program does not have the function "preprocess", the page calls "predict" with the scaled image. Without
-            "preprocess", the values of the scaled image are from 0 to 1 for a float32 input, and from 0 to 255 for a
-            uint8 input.
+        program: a program whose function "predict" maps images to scores [batch, classes]. The
+            images are an array [batch, height, width, channels] of dtype float32 or uint8 with 1 or
+            3 channels. The page scales the user's drawing to the height and width of the images. If
+            the program has the function "preprocess", the page calls "preprocess" with the scaled
+            image, whose values are from 0 to 255, and then "predict" with the result. If the
+            program does not have the function "preprocess", the page calls "predict" with the
+            scaled image. Without "preprocess", the values of the scaled image are from 0 to 1 for a
+            float32 input, and from 0 to 255 for a uint8 input.
         folder: the folder to write. It is created if necessary.
         labels: the names of the classes. Default: 0, 1, 2, ...
-        margin: the width of the empty margin at each edge, as a fraction of the image's size, in [0, 0.5). The drawing
-            is centered and scaled to fill the area within the margins. `margin` should equal the empty margin in the
-            training images, which is 0 for scikit-learn's digits and 0.14 (4 of 28 pixels) for MNIST. Default 0.
+        margin: the width of the empty margin at each edge, as a fraction of the image's size, in
+            [0, 0.5). The drawing is centered and scaled to fill the area within the margins.
+            `margin` should equal the empty margin in the training images, which is 0 for
+            scikit-learn's digits and 0.14 (4 of 28 pixels) for MNIST. Default 0.
         title: the title of the page. Default "Draw an image".
-        runtime: the folder of the npm package onnxruntime-web. Default: the first node_modules/onnxruntime-web in the
-            working directory and the directories above it.
+        runtime: the folder of the npm package onnxruntime-web. Default: the first
+            node_modules/onnxruntime-web in the working directory and the directories above it.
 
     Raises:
         FileNotFoundError: onnxruntime-web was not found.
-        ValueError: the program does not map images [batch, height, width, channels] to scores of classes, or an
-            argument is not valid.
+        ValueError: the program does not map images [batch, height, width, channels] to scores of
+            classes, or an argument is not valid.
 
     >>> import pathlib, tempfile
     >>> kernel, predict = jnp.ones((64, 10)), lambda kernel, x: x.reshape(x.shape[0], 64) @ kernel
@@ -120,7 +124,8 @@ def _image(program) -> tuple[int, int, int, int, str]:
         ):
             return (*fixed, inputs[0]["dtype"])
     raise ValueError(
-        f"export.web: expected a program from one image, such as float32[b, 28, 28, 1], to scores [b, "
+        f"export.web: expected a program from one image, such as float32[b, 28, 28, 1], to scores "
+        f"[b, "
         f"classes]; got {' and '.join(map(_text, inputs))} to {_text(output)}"
     )
 

@@ -50,12 +50,14 @@ def save(
     about: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Writes a program, its weights and other files to a bundle. `Program.save` documents the arguments."""
+    """Writes a program, its weights and other files to a bundle. `Program.save` documents the
+    arguments."""
     path = Path(path)
     unknown = set(kernels) - set(PLATFORMS)
     if unknown:
         raise ValueError(
-            f"Program.save: kernels={tuple(kernels)!r}: expected platforms among {', '.join(PLATFORMS)}"
+            f"Program.save: kernels={tuple(kernels)!r}: expected platforms among "
+            f"{', '.join(PLATFORMS)}"
         )
     weights = dict(program.weights)
     files: dict[str, bytes] = dict(files or {})
@@ -137,8 +139,9 @@ def write(
 ) -> None:
     """Writes the archive atomically.
 
-    The archive contains the small files, the tensors, and manifest.json with the digests of all files. The comment at
-    the end of the archive contains the SHA-256 digest of all bytes that precede the comment.
+    The archive contains the small files, the tensors, and manifest.json with the digests of all
+    files. The comment at the end of the archive contains the SHA-256 digest of all bytes that
+    precede the comment.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, sums = path.with_name(f".{path.name}.{os.getpid()}.partial"), {}
@@ -223,7 +226,8 @@ def _tokenizer_files(tokenizer) -> list[Path]:
             or file.stat().st_size > _reader._SMALL
         ):
             raise ValueError(
-                f"Program.save: {file} is no file of a tokenizer (.json, .txt, .model, .bin or .jinja, at "
+                f"Program.save: {file} is no file of a tokenizer (.json, .txt, .model, .bin or "
+                f".jinja, at "
                 f"most {_reader._SMALL:,} bytes)"
             )
     return files
@@ -277,15 +281,16 @@ def _info(name: str, kind: int) -> zipfile.ZipInfo:
 
 
 def _tensors(archive, name, arrays) -> dict:
-    """Writes a safetensors file to the archive. The file is uncompressed and aligned, so that a reader can map it into
-    memory."""
+    """Writes a safetensors file to the archive. The file is uncompressed and aligned, so that a
+    reader can map it into memory."""
     order = sorted(arrays, key=lambda key: (-arrays[key].dtype.itemsize, key))
     header, end = {}, 0
     for key in order:
         array = arrays[key]
         if str(array.dtype) not in _CODES:
             raise ValueError(
-                f"Program.save: {key!r} has dtype {array.dtype}, which safetensors files cannot hold"
+                f"Program.save: {key!r} has dtype {array.dtype}, which safetensors files cannot "
+                f"hold"
             )
         size = int(np.prod(array.shape, dtype=np.int64)) * array.dtype.itemsize
         header[key] = {

@@ -1,7 +1,8 @@
 """Chips: their peak rates, the dtypes that suit them, and the cost of computations on them.
 
-For every number that describes a chip, fnet states how the number was obtained: exact, measured, published, derived,
-estimated or unverified. For an unknown chip, fnet does not use the numbers of a similar chip.
+For every number that describes a chip, fnet states how the number was obtained: exact, measured,
+published, derived, estimated or unverified. For an unknown chip, fnet does not use the numbers of a
+similar chip.
 """
 
 from fnet.hardware._allocator import cpu_allocator

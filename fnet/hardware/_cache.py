@@ -1,5 +1,5 @@
-"""The cache folder for the measurements and compiled programs of this machine. Reads and writes JSON files in the cache
-folder."""
+"""The cache folder for the measurements and compiled programs of this machine. Reads and writes
+JSON files in the cache folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 def cache_folder() -> pathlib.Path:
     """Returns $FNET_CACHE if it is set, otherwise $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
 
-    If the home folder cannot be determined, the result is the path of the null device (`os.devnull`), and nothing is
-    cached.
+    If the home folder cannot be determined, the result is the path of the null device
+    (`os.devnull`), and nothing is cached.
     """
     base = os.environ.get("FNET_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet"
@@ -24,7 +24,8 @@ def cache_folder() -> pathlib.Path:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or {} if the file does not exist or contains no JSON object."""
+    """Returns the JSON object in a file, or {} if the file does not exist or contains no JSON
+    object."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -33,7 +34,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Replaces a file atomically. Failures to write the file are ignored, because the file is only a cache."""
+    """Replaces a file atomically. Failures to write the file are ignored, because the file is only
+    a cache."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as beside:

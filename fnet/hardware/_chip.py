@@ -1,5 +1,5 @@
-"""The description of a chip: its peak rates, memory and links. Each number in the description of a chip has a basis,
-which states how the number is known."""
+"""The description of a chip: its peak rates, memory and links. Each number in the description of a
+chip has a basis, which states how the number is known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _NAMES = {
 
 
 class FrozenTable(Mapping):
-    """An immutable mapping for the dictionaries of a `Chip`, so that the `Chip` can be hashed, compared and pickled.
+    """An immutable mapping for the dictionaries of a `Chip`, so that the `Chip` can be hashed,
+    compared and pickled.
 
     >>> table = hw.FrozenTable({"bf16": 197e12})
     >>> table["bf16"], len({table, hw.FrozenTable({"bf16": 197e12})})
@@ -82,8 +83,8 @@ class Peak(NamedTuple):
 
 
 class Price(NamedTuple):
-    """A price with its date and source. `usd` is the price in dollars. `per` states what the price is for: an "hour" of
-    use in a cloud, a "chip" or a "system".
+    """A price with its date and source. `usd` is the price in dollars. `per` states what the price
+    is for: an "hour" of use in a cloud, a "chip" or a "system".
 
     >>> [price.per for price in hw.chips["TPU v5e"].prices][:1]
     ['hour']
@@ -97,16 +98,16 @@ class Price(NamedTuple):
 
 
 class Quote(NamedTuple):
-    """A published peak rate of a chip or system. `hardware.checks` compares the published peak with the peak that is
-    computed from the chip's units and clock.
+    """A published peak rate of a chip or system. `hardware.checks` compares the published peak with
+    the peak that is computed from the chip's units and clock.
 
     Attributes:
         dtype: the short name of the dtype, such as "bf16".
         flops: the peak in FLOP/s.
         source: where the peak was published.
         explanation: why the published peak differs from the computed peak, or an empty string.
-        at_boost: whether the peak refers to the boost clock of a CPU. The CPU peaks in `Chip.peaks` refer to the base
-            clock.
+        at_boost: whether the peak refers to the boost clock of a CPU. The CPU peaks in `Chip.peaks`
+            refer to the base clock.
 
     >>> [quote.dtype for quote in hw.chips["Titan RTX"].quoted][:1]
     ['fp32']
@@ -129,8 +130,9 @@ class Links:
         each_way: the rate of one link in one direction, or None if unknown.
         total: the rate of all links of one chip in both directions together, or None if unknown.
         topology: how the chips are connected, or None if unknown.
-        network: the rate in one direction between a chip and the chips of other TPU slices or other machines, or None
-            if unknown. The value of `network` is a rate that cloud providers commonly offer.
+        network: the rate in one direction between a chip and the chips of other TPU slices or other
+            machines, or None if unknown. The value of `network` is a rate that cloud providers
+            commonly offer.
         network_source: where `network` was published.
 
     >>> hw.chips["TPU v5e"].links.type
@@ -150,41 +152,45 @@ class Links:
 class Chip:
     """A chip of the catalog.
 
-    Peaks, memory and bandwidth refer to the whole chip. `chip.per_device` is a `Chip` with the figures of one JAX
-    device. For example, JAX represents a TPU v3 chip as two devices.
+    Peaks, memory and bandwidth refer to the whole chip. `chip.per_device` is a `Chip` with the
+    figures of one JAX device. For example, JAX represents a TPU v3 chip as two devices.
 
     Attributes:
         name: the name of the chip in fnet's catalog, or the name that the device reports.
         kind: "cpu", "gpu" or "tpu".
         vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
-        known: whether the peak rates are known (from the catalog, the instruction set of a CPU, or `measure`). If they
-            are unknown, `peaks` is empty. fnet never uses the peaks of a similar chip instead.
+        known: whether the peak rates are known (from the catalog, the instruction set of a CPU, or
+            `measure`). If they are unknown, `peaks` is empty. fnet never uses the peaks of a
+            similar chip instead.
         year: the year in which the chip was introduced, or None if unknown.
-        device_kinds: the names that JAX reports for devices of this chip (`jax.Device.device_kind`).
+        device_kinds: the names that JAX reports for devices of this chip
+            (`jax.Device.device_kind`).
         aliases: further names with which the catalog finds the chip.
-        architecture: the compute capability of an NVIDIA GPU ("9.0"), the gfx name of an AMD GPU ("gfx942"), or the
-            instruction set of a CPU; None if unknown.
-        peaks: the peak rate of matrix products for each dtype, {dtype: rate}, in FLOP/s (for integers, operations/s).
-            The rates are for dense operands and float32 accumulation.
+        architecture: the compute capability of an NVIDIA GPU ("9.0"), the gfx name of an AMD GPU
+            ("gfx942"), or the instruction set of a CPU; None if unknown.
+        peaks: the peak rate of matrix products for each dtype, {dtype: rate}, in FLOP/s (for
+            integers, operations/s). The rates are for dense operands and float32 accumulation.
         memory_bytes: the size of the memory in bytes, or None if unknown.
         memory_kind: the type of the memory, such as "HBM3", "GDDR6" or "DDR5", or None if unknown.
-        caches: the size of each level of cache, {name: bytes}, with names such as "L2". If each core has its own cache,
-            the size is the sum over all cores of the chip.
+        caches: the size of each level of cache, {name: bytes}, with names such as "L2". If each
+            core has its own cache, the size is the sum over all cores of the chip.
         bandwidth: the rate between the chip and its memory in bytes/s, or None if unknown.
         links: how chips of this kind are connected, or None.
         jax_devices_per_chip: the number of JAX devices that share the chip.
         power_watts: the published thermal design power in watts, or None if unknown.
         power_source: where `power_watts` was published.
         prices: the prices of the chip, `Price` objects.
-        quoted: further published peaks, `Quote` objects. The peak rates in `quoted` come from other sources than those
-            in `peaks`, so the values may differ.
-        explained: the reasons why some values of `peaks` differ from the peaks computed from `units`, {dtype: reason}.
-        units: the hardware data from which peak rates are computed, {name: value}. For example, `units` contains the
+        quoted: further published peaks, `Quote` objects. The peak rates in `quoted` come from other
+            sources than those in `peaks`, so the values may differ.
+        explained: the reasons why some values of `peaks` differ from the peaks computed from
+        `units`, {dtype: reason}. units: the hardware data from which peak rates are computed,
+        {name: value}. For example, `units` contains the
             number of multiprocessors, matrix units or cores, and the clock rate in GHz.
-        bases: how the values of the other attributes were obtained, a dict {name: basis}. A name is the name of an
-            attribute, such as "memory_bytes", or a dtype in `peaks`, such as "bf16", or "clock" for the clock rate in
-            `units`. The basis of a value is "exact", "measured", "published", "derived" (computed from the number of
-            compute units and the clock), "estimated" or "unverified".
+        bases: how the values of the other attributes were obtained, a dict {name: basis}. A name is
+            the name of an attribute, such as "memory_bytes", or a dtype in `peaks`, such as "bf16",
+            or "clock" for the clock rate in `units`. The basis of a value is "exact", "measured",
+            "published", "derived" (computed from the number of compute units and the clock),
+            "estimated" or "unverified".
         sources: where the figures were published.
         notes: remarks.
 
@@ -219,21 +225,24 @@ class Chip:
     notes: str = ""
 
     def basis(self, field: str) -> str:
-        """Returns how a number of the chip was obtained (the basis of the number), such as "measured". `field` is the
-        name of a field of `Chip`, such as "memory_bytes", or, for a peak rate, the name of a dtype, such as "bf16"."""
+        """Returns how a number of the chip was obtained (the basis of the number), such as
+        "measured". `field` is the name of a field of `Chip`, such as "memory_bytes", or, for a peak
+        rate, the name of a dtype, such as "bf16"."""
         return self.bases.get(field, "published" if self.known else "unknown")
 
     def peak(self, dtype: Any, *, precision: Any = None) -> Peak | None:
-        """Returns the peak rate at which JAX computes a matrix product whose operands have the dtype `dtype`.
+        """Returns the peak rate at which JAX computes a matrix product whose operands have the
+        dtype `dtype`.
 
-        By default, JAX computes a float32 matrix product in one bfloat16 pass on a TPU, and in TF32 on an NVIDIA chip
-        that supports TF32. With `precision="high"`, a float32 matrix product takes three bfloat16 passes on a TPU. With
-        `precision="highest"`, a float32 matrix product takes six bfloat16 passes on a TPU, and is computed in full
-        float32 on a GPU.
+        By default, JAX computes a float32 matrix product in one bfloat16 pass on a TPU, and in TF32
+        on an NVIDIA chip that supports TF32. With `precision="high"`, a float32 matrix product
+        takes three bfloat16 passes on a TPU. With `precision="highest"`, a float32 matrix product
+        takes six bfloat16 passes on a TPU, and is computed in full float32 on a GPU.
 
         Args:
             dtype: a JAX or NumPy dtype, or the short name of a dtype ("bf16", "fp8", ...).
-            precision: the `precision` argument of the matrix product. Default None: JAX's default precision.
+            precision: the `precision` argument of the matrix product. Default None: JAX's default
+                precision.
 
         Returns:
             A `Peak` of the whole chip, or None if the chip has no rate for `dtype`.
@@ -257,8 +266,9 @@ class Chip:
 
     @property
     def cores(self) -> int | None:
-        """The number of cores as the vendor counts them, or None if unknown. Depending on the chip, a core is a CUDA
-        core, a stream processor, a core of a CPU, a GPU core of a system on a chip, or a TensorCore of a TPU."""
+        """The number of cores as the vendor counts them, or None if unknown. Depending on the chip,
+        a core is a CUDA core, a stream processor, a core of a CPU, a GPU core of a system on a
+        chip, or a TensorCore of a TPU."""
         units = self.units
         if "multiprocessors" in units:
             return units["multiprocessors"] * units["fp32_cores"]
@@ -279,9 +289,9 @@ class Chip:
     def chips_of(self, devices: int) -> float:
         """Returns the number of chips that have the same total peak rate as `devices` JAX devices.
 
-        For example, one JAX device of a TPU v3 has half of the chip's rate, so the result is 0.5. On a CPU, the result
-        is at least 1, because a single JAX device can use all threads of the CPU, even if JAX emulates several devices
-        on it.
+        For example, one JAX device of a TPU v3 has half of the chip's rate, so the result is 0.5.
+        On a CPU, the result is at least 1, because a single JAX device can use all threads of the
+        CPU, even if JAX emulates several devices on it.
         """
         chips = devices / self.jax_devices_per_chip
         return max(1.0, chips) if self.kind == "cpu" else chips
@@ -289,13 +299,16 @@ class Chip:
     def scaled(
         self, compute: float, memory: float | None = None, *, basis: str | None = None
     ) -> Chip:
-        """Returns the chip with its peak rates multiplied by `compute`, and its memory and bandwidth by `memory`.
+        """Returns the chip with its peak rates multiplied by `compute`, and its memory and
+        bandwidth by `memory`.
 
         Args:
             compute: the factor by which the peak rates of the chip are multiplied.
-            memory: the factor by which `memory_bytes` and `bandwidth` are multiplied. Default None: `compute`.
-            basis: how the new peak rates, memory size and bandwidth were obtained, such as "estimated"; stored in
-                `Chip.bases`. Default None: the entries in `Chip.bases` do not change.
+            memory: the factor by which `memory_bytes` and `bandwidth` are multiplied. Default None:
+                `compute`.
+            basis: how the new peak rates, memory size and bandwidth were obtained, such as
+                "estimated"; stored in `Chip.bases`. Default None: the entries in `Chip.bases` do
+                not change.
         """
         memory = compute if memory is None else memory
         bases = self.bases
@@ -326,7 +339,8 @@ class Chip:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Returns the short name of a dtype. For example, `jnp.bfloat16`, "bfloat16" and "bf16" all give "bf16"."""
+    """Returns the short name of a dtype. For example, `jnp.bfloat16`, "bfloat16" and "bf16" all
+    give "bf16"."""
     if isinstance(dtype, str) and dtype not in _NAMES:
         if dtype in _NAMES.values() or dtype.split("_")[0] in (*_NAMES.values(), "tf32"):
             return dtype

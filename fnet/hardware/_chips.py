@@ -45,7 +45,8 @@ class System:
     power_source: str = ""
 
     def flops(self, dtype: Any) -> float | None:
-        """Returns the peak rate of all chips together in FLOP/s, or None if the chip has no rate for `dtype`."""
+        """Returns the peak rate of all chips together in FLOP/s, or None if the chip has no rate
+        for `dtype`."""
         peak = self.chip.peak(dtype)
         return peak and peak.flops * self.count
 
@@ -56,7 +57,8 @@ def _short(name: str) -> str:
 
 
 class _Catalog(Mapping):
-    """A mapping from names to chips or systems, read on first use. A lookup ignores case and words in parentheses."""
+    """A mapping from names to chips or systems, read on first use. A lookup ignores case and words
+    in parentheses."""
 
     def __init__(self, what: str, read):
         self._what, self._read = what, read
@@ -109,15 +111,16 @@ class _Catalog(Mapping):
         return list(dict.fromkeys(self._index[key] for key in best))[:n]
 
     def variants(self, name: str) -> list[str]:
-        """Returns the names in the catalog that contain `name` as one or several complete words. For example,
-        `variants("V100")` returns four names."""
+        """Returns the names in the catalog that contain `name` as one or several complete words.
+        For example, `variants("V100")` returns four names."""
         whole = re.compile(rf"(?<!\w){re.escape(name.strip())}(?!\w)", re.IGNORECASE)
         return [each for each in self if name.strip() and whole.search(each)]
 
     def _unknown(self, name: str) -> str:
         if len(variants := self.variants(name)) > 1:
             return (
-                f"the catalog has {len(variants)} {self._what}s {name!r}: {', '.join(map(repr, variants))}; choose "
+                f"the catalog has {len(variants)} {self._what}s {name!r}: "
+                f"{', '.join(map(repr, variants))}; choose "
                 "one"
             )
         return (
@@ -129,21 +132,23 @@ class _Catalog(Mapping):
 class Chips(_Catalog):
     """The catalog of chips: a mapping from names to `Chip`, in the order of the file chips.json.
 
-    In `chips[name]`, `name` is the name of a chip, an alias of a chip, or a device kind in the catalog. If the name of
-    a chip ends with words in parentheses, such as "TPU v6e (Trillium)", you can omit these words, unless several chips
-    have the same name without them. `chips.find(kind)` also accepts some device kinds that are not in the catalog, such
-    as the device kind of a MIG slice (a part of an NVIDIA GPU).
+    In `chips[name]`, `name` is the name of a chip, an alias of a chip, or a device kind in the
+    catalog. If the name of a chip ends with words in parentheses, such as "TPU v6e (Trillium)", you
+    can omit these words, unless several chips have the same name without them. `chips.find(kind)`
+    also accepts some device kinds that are not in the catalog, such as the device kind of a MIG
+    slice (a part of an NVIDIA GPU).
     """
 
     def find(self, kind: str) -> Chip:
         """Returns the chip whose `jax.Device.device_kind` is `kind`.
 
-        For a MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), the result is the chip scaled to the multiprocessors and
-        memory of the slice. "VF" (virtual function) at the end of AMD names is ignored.
+        For a MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), the result is the chip scaled to the
+        multiprocessors and memory of the slice. "VF" (virtual function) at the end of AMD names is
+        ignored.
 
         Raises:
-            KeyError: no chip of the catalog has the device kind `kind`. The message of the KeyError lists the most
-                similar names.
+            KeyError: no chip of the catalog has the device kind `kind`. The message of the KeyError
+                lists the most similar names.
 
         >>> from fnet import hardware as hw
         >>> hw.chips.find("NVIDIA H100 80GB HBM3").name
@@ -164,9 +169,9 @@ class Chips(_Catalog):
 
 
 def split_mig(kind: str) -> tuple[str, tuple[int, float, str] | None]:
-    """Separates the suffix of a MIG slice (a part of an NVIDIA GPU) from a device kind. Returns two values: the device
-    kind without the suffix, and the tuple (number of compute slices, memory in GiB, suffix). The second value is None
-    if the device kind has no MIG suffix."""
+    """Separates the suffix of a MIG slice (a part of an NVIDIA GPU) from a device kind. Returns two
+    values: the device kind without the suffix, and the tuple (number of compute slices, memory in
+    GiB, suffix). The second value is None if the device kind has no MIG suffix."""
     match = re.search(r"\s+MIG\s+((?:(\d+)c\.)?(\d+)g\.(\d+)gb\S*)$", kind)
     if not match:
         return kind.strip(), None
@@ -205,8 +210,8 @@ def raw() -> dict[str, Any]:
 
 
 def _fields(cls: type, row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `row` (a chip or system of the catalog) whose keys are fields of the dataclass `cls`.
-    Lists become tuples."""
+    """Returns the entries of `row` (a chip or system of the catalog) whose keys are fields of the
+    dataclass `cls`. Lists become tuples."""
     known = {field.name: row[field.name] for field in dataclasses.fields(cls) if field.name in row}
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in known.items()

@@ -18,19 +18,19 @@ class Cost:
     """The FLOPs and bytes of a named scope, or of several scopes together.
 
     Attributes:
-        matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. The number of FLOPs is exact
-            for matrix products. For convolutions, the number of FLOPs includes multiplications with the zeros of the
-            padding.
+        matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. The
+            number of FLOPs is exact for matrix products. For convolutions, the number of FLOPs
+            includes multiplications with the zeros of the padding.
         elementwise: the FLOPs of elementwise operations, 1 for each element of the result.
         reduction: the FLOPs of reductions, 1 for each element of the operand.
-        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. `flops` does not include
-            the evaluations of transcendental functions.
-        recomputed: the FLOPs in `matmul` that are spent on recomputation (rematerialization) in the backward pass.
-            `flops` includes the recomputed FLOPs, but `model_flops` does not.
-        bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused. `bytes` is an upper
-            bound of the memory traffic.
-        fused_bytes: an estimate of the bytes of the memory traffic if elementwise operations are fused with their
-            neighbors.
+        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. `flops`
+            does not include the evaluations of transcendental functions.
+        recomputed: the FLOPs in `matmul` that are spent on recomputation (rematerialization) in the
+            backward pass. `flops` includes the recomputed FLOPs, but `model_flops` does not.
+        bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused.
+            `bytes` is an upper bound of the memory traffic.
+        fused_bytes: an estimate of the bytes of the memory traffic if elementwise operations are
+            fused with their neighbors.
 
     >>> cost = hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).total
     >>> cost.matmul, cost.flops, cost.bytes                    # 2 * 8 * 16 * 4 FLOPs; float32 operands and result
@@ -52,7 +52,8 @@ class Cost:
 
     @property
     def model_flops(self) -> int:
-        """The FLOPs of matrix products and convolutions without rematerialization, as MFU counts them."""
+        """The FLOPs of matrix products and convolutions without rematerialization, as MFU counts
+        them."""
         return self.matmul - self.recomputed
 
     def __add__(self, other: Cost) -> Cost:
@@ -72,7 +73,8 @@ class Matmul(NamedTuple):
         dtype: the dtype of the operands.
         precision: the `precision` argument of the matrix product.
         flops: the FLOPs of all runs of the matrix product together.
-        times: the number of times that the matrix product is computed, for example in the iterations of a scan.
+        times: the number of times that the matrix product is computed, for example in the
+            iterations of a scan.
 
     >>> hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).matmuls[0].shape    # batch, m, n, k
     (1, 8, 4, 16)
@@ -93,8 +95,8 @@ class Count:
 
     Attributes:
         total: the sum over all scopes, a `Cost`.
-        scopes: the cost of each scope, {scope path: `Cost`}, in the order of the program. The path "" contains the
-            operations outside any scope.
+        scopes: the cost of each scope, {scope path: `Cost`}, in the order of the program. The path
+            "" contains the operations outside any scope.
         matmuls: all matrix products and convolutions, `Matmul` objects.
         argument_bytes: the size of the arguments in bytes.
         output_bytes: the size of the outputs in bytes.
@@ -127,7 +129,8 @@ class Count:
 
     @property
     def dtype(self) -> str | None:
-        """The operand dtype with the most FLOPs in matrix products, or None if there are no matrix products."""
+        """The operand dtype with the most FLOPs in matrix products, or None if there are no matrix
+        products."""
         by_type: dict[str, int] = {}
         for matmul in self.matmuls:
             by_type[matmul.dtype] = by_type.get(matmul.dtype, 0) + matmul.flops
@@ -143,8 +146,8 @@ class Count:
         return sum(inside, Cost())
 
     def by_depth(self, depth: int | None) -> dict[str, Cost]:
-        """Returns the cost of each scope, {path: `Cost`}. Scopes whose paths have the same first `depth` segments are
-        summed. If `depth` is None, every scope has its own entry."""
+        """Returns the cost of each scope, {path: `Cost`}. Scopes whose paths have the same first
+        `depth` segments are summed. If `depth` is None, every scope has its own entry."""
         rows: dict[str, Cost] = {}
         for path, each in self.scopes.items():
             key = path if depth is None else "/".join(path.split("/")[:depth])
@@ -158,21 +161,24 @@ class Count:
 def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     """Counts the FLOPs and bytes of a function, without running or compiling it.
 
-    The body of a scan is counted once for each iteration, and the costs of the shards of a shard_map are summed. If a
-    program contains a cond, `count` includes only the branch with the most FLOPs. The body of a while loop is counted
-    once, because its number of iterations is unknown. An operation of unknown cost is counted as zero. If the count is
-    inexact because of a cond, a while loop or an unknown operation, the attribute `notes` of the result lists the
-    reason. An operation is counted even if its result is not used, although a compiler removes such an operation.
+    The body of a scan is counted once for each iteration, and the costs of the shards of a
+    shard_map are summed. If a program contains a cond, `count` includes only the branch with the
+    most FLOPs. The body of a while loop is counted once, because its number of iterations is
+    unknown. An operation of unknown cost is counted as zero. If the count is inexact because of a
+    cond, a while loop or an unknown operation, the attribute `notes` of the result lists the
+    reason. An operation is counted even if its result is not used, although a compiler removes such
+    an operation.
 
-    The FLOPs of `layers.dot_product_attention` are computed from the formula of attention. The FLOPs of attention
-    include masked pairs of positions, as is the convention for MFU (model FLOPs utilization). The FLOPs with which the
-    backward pass of attention recomputes the attention weights are in `Cost.recomputed`. The bytes of
-    `dot_product_attention` are the bytes of its operands and results.
+    The FLOPs of `layers.dot_product_attention` are computed from the formula of attention. The
+    FLOPs of attention include masked pairs of positions, as is the convention for MFU (model FLOPs
+    utilization). The FLOPs with which the backward pass of attention recomputes the attention
+    weights are in `Cost.recomputed`. The bytes of `dot_product_attention` are the bytes of its
+    operands and results.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded function.
-        *args, **kwargs: the arguments of f, trees of arrays or `jax.ShapeDtypeStruct`s. Leaves that are not arrays
-            (flags, strings, functions, Python numbers) are passed unchanged.
+        *args, **kwargs: the arguments of f, trees of arrays or `jax.ShapeDtypeStruct`s. Leaves that
+            are not arrays (flags, strings, functions, Python numbers) are passed unchanged.
 
     Returns:
         A `Count`, which `print` shows as a table of scopes.
@@ -197,7 +203,8 @@ def count_jaxpr(closed: Any) -> Count:
 
 
 def count_frame(frame: Frame) -> Count:
-    """Counts the FLOPs and bytes of the operations of one jaxpr, but not the bytes of its arguments and outputs."""
+    """Counts the FLOPs and bytes of the operations of one jaxpr, but not the bytes of its arguments
+    and outputs."""
     tally = _Tally(frame, 1)
     return Count(
         tally.total,
@@ -282,9 +289,10 @@ class _Tally:
         self.scopes[op.scope] += Cost(**kinds, recomputed=again, bytes=moved)
 
     def stand_in(self, op: Op, times: int) -> None:
-        """Adds the FLOPs and bytes of `times` runs of a composite operation to the costs of the scopes. A composite
-        operation, such as attention, represents several ordinary operations, whose FLOPs are counted. The bytes are
-        those of the operands and results of the composite operation, without intermediate values."""
+        """Adds the FLOPs and bytes of `times` runs of a composite operation to the costs of the
+        scopes. A composite operation, such as attention, represents several ordinary operations,
+        whose FLOPs are counted. The bytes are those of the operands and results of the composite
+        operation, without intermediate values."""
         inner = _Tally(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
         for scope, each in inner.scopes.items():
             inner.scopes[scope] = dataclasses.replace(each, bytes=0, fused_bytes=0)
@@ -300,11 +308,12 @@ class _Tally:
 
 
 def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
-    """Returns the memory traffic of the operations of one jaxpr, as a list of pairs (operation, bytes). Elementwise
-    operations are assumed to be fused with neighbors of the same scope.
+    """Returns the memory traffic of the operations of one jaxpr, as a list of pairs (operation,
+    bytes). Elementwise operations are assumed to be fused with neighbors of the same scope.
 
-    A value is stored in memory if it is an input or output of the jaxpr, or if an operation in another named scope
-    reads the value. If several operations in one named scope read the same stored value, only one read is counted.
+    A value is stored in memory if it is an input or output of the jaxpr, or if an operation in
+    another named scope reads the value. If several operations in one named scope read the same
+    stored value, only one read is counted.
     """
     kept = Kept(frame, by_scope=True)
     moved: dict[tuple[str, int, str], tuple[Op, int]] = {}
@@ -326,19 +335,20 @@ def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
 
 
 class Kept:
-    """Determines which values of a frame (the operations of one jaxpr) are written to memory after fusion of
-    elementwise operations.
+    """Determines which values of a frame (the operations of one jaxpr) are written to memory after
+    fusion of elementwise operations.
 
-    A value is written to memory if an operation that is not elementwise, such as a matrix product, produces or reads
-    the value. However, if the only reader of the result of a matrix product is an elementwise operation (an epilogue),
-    the two operations are fused, and the result is not written to memory. Reshapes, broadcasts and transposes need no
-    memory traffic.
+    A value is written to memory if an operation that is not elementwise, such as a matrix product,
+    produces or reads the value. However, if the only reader of the result of a matrix product is an
+    elementwise operation (an epilogue), the two operations are fused, and the result is not written
+    to memory. Reshapes, broadcasts and transposes need no memory traffic.
 
     Args:
         frame: the operations of one jaxpr, in order.
-        by_scope: whether operations are fused only with operations of the same scope. Default False.
-        epilogues: whether a matrix product is fused with an elementwise operation that is the only reader of its
-            result. Default True.
+        by_scope: whether operations are fused only with operations of the same scope. Default
+            False.
+        epilogues: whether a matrix product is fused with an elementwise operation that is the only
+            reader of its result. Default True.
 
     Attributes:
         real: all operations except those that need no memory traffic, such as reshapes.
@@ -372,8 +382,8 @@ class Kept:
 
 
 def heavy(op: Op) -> bool:
-    """Whether an operation reads its inputs from memory, and is not fused with the operations that compute them. For
-    example, matrix products and loops read their inputs from memory."""
+    """Whether an operation reads its inputs from memory, and is not fused with the operations that
+    compute them. For example, matrix products and loops read their inputs from memory."""
     return bool(op.bodies) or traits(op.eqn.primitive.name).memory == "heavy"
 
 
@@ -399,7 +409,8 @@ def table(counted: Count, depth: int | None = None) -> str:
     lines = [
         *aligned(rows),
         "FLOPs are exact (convolutions: padding included); the bytes moved are between",
-        f"{si(counted.io_bytes)}B (arguments and outputs, exact) and {si(counted.total.bytes)}B (unfused, upper "
+        f"{si(counted.io_bytes)}B (arguments and outputs, exact) and {si(counted.total.bytes)}B "
+        f"(unfused, upper "
         "bound); 'fused' is an estimate.",
     ]
     return "\n".join([*lines, *(f"note: {note}" for note in counted.notes)])

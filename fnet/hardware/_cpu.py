@@ -1,5 +1,5 @@
-"""The CPU resources that are available to this process: cores, instruction set, clock and memory. Only Linux reports
-them."""
+"""The CPU resources that are available to this process: cores, instruction set, clock and memory.
+Only Linux reports them."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ class CPU:
     Attributes:
         model: the name that the CPU reports.
         vendor: "Intel", "AMD", "ARM" or "unknown".
-        cores: the number of physical cores in the affinity mask of this process, or `quota` if `quota` is smaller; None
-            if unknown. `cores` may be a fraction, because `quota` may be a fraction.
+        cores: the number of physical cores in the affinity mask of this process, or `quota` if
+            `quota` is smaller; None if unknown. `cores` may be a fraction, because `quota` may be a
+            fraction.
         threads: the number of hardware threads in the affinity mask, or None.
         quota: CPU seconds per second that the cgroup allows, or None if there is no limit.
-        isa: the instruction set, such as "avx2", or None. A table in chips.json contains the FLOP per cycle of each
-            instruction set.
+        isa: the instruction set, such as "avx2", or None. A table in chips.json contains the FLOP
+            per cycle of each instruction set.
         flags: the vector and matrix extensions of the CPU, such as "amx_bf16".
         clock_ghz: the clock that the system reports, or None.
-        virtual: whether the machine is a virtual machine. In a virtual machine, the reported clock may be wrong by a
-            factor of two.
-        memory_bytes: the memory of the machine in bytes, or the limit of the cgroup if it is smaller; None if unknown.
+        virtual: whether the machine is a virtual machine. In a virtual machine, the reported clock
+            may be wrong by a factor of two.
+        memory_bytes: the memory of the machine in bytes, or the limit of the cgroup if it is
+            smaller; None if unknown.
     """
 
     model: str
@@ -65,8 +67,8 @@ class CPU:
 
 
 def read_cpu(root: str | os.PathLike = "/", affinity: Collection[int] | None = None) -> CPU:
-    """Reads the CPU resources from /proc and /sys under `root`, for the logical CPUs in `affinity` (default: this
-    process's affinity mask)."""
+    """Reads the CPU resources from /proc and /sys under `root`, for the logical CPUs in `affinity`
+    (default: this process's affinity mask)."""
     root = Path(root)
     if affinity is None:
         affinity = (
@@ -118,8 +120,8 @@ def _blocks(text: str) -> list[dict[str, str]]:
 
 
 def _physical(blocks: list[dict[str, str]]) -> int:
-    """Returns the number of physical cores in the entries of /proc/cpuinfo. Several hardware threads of one core are
-    counted as one core, because they share arithmetic units."""
+    """Returns the number of physical cores in the entries of /proc/cpuinfo. Several hardware
+    threads of one core are counted as one core, because they share arithmetic units."""
     return len({(b.get("physical id", "0"), b.get("core id", b["processor"])) for b in blocks})
 
 
@@ -158,8 +160,9 @@ def _clock(root: Path, block: dict[str, str]) -> float | None:
 
 
 def _quota(root: Path) -> float | None:
-    """Returns the number of CPU seconds that this process may use per second, or None if there is no limit. The limit
-    is the smallest quota of the process's cgroup (version 1 or 2) and of the parents of this cgroup."""
+    """Returns the number of CPU seconds that this process may use per second, or None if there is
+    no limit. The limit is the smallest quota of the process's cgroup (version 1 or 2) and of the
+    parents of this cgroup."""
     quotas = []
     for controllers, path in _cgroups(root):
         for step in (path, *path.parents):
@@ -196,8 +199,8 @@ def _memory(root: Path) -> float | None:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[list[str], Path]]:
-    """Yields (controllers, relative path) of the cgroups of this process. In cgroups of version 2, `controllers` is
-    empty."""
+    """Yields (controllers, relative path) of the cgroups of this process. In cgroups of version 2,
+    `controllers` is empty."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         yield list(filter(None, controllers.split(","))), Path(*Path(path).parts[1:])

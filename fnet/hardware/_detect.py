@@ -15,19 +15,21 @@ from fnet.hardware._cpu import CPU, read_cpu
 def detect(device: Any = None) -> Chip:
     """Returns the chip of a JAX device.
 
-    If only a part of a chip is available, the peaks are scaled to this part. For a MIG slice or a partition of a GPU,
-    the peaks are scaled to the visible multiprocessors. For a CPU, the peaks are scaled to the physical cores that the
-    affinity mask and the cgroup quota allow this process to use. `jax_devices_per_chip` is the number of JAX devices
-    that share the chip. `detect` does not measure rates; for measured rates, use `measure`.
+    If only a part of a chip is available, the peaks are scaled to this part. For a MIG slice or a
+    partition of a GPU, the peaks are scaled to the visible multiprocessors. For a CPU, the peaks
+    are scaled to the physical cores that the affinity mask and the cgroup quota allow this process
+    to use. `jax_devices_per_chip` is the number of JAX devices that share the chip. `detect` does
+    not measure rates; for measured rates, use `measure`.
 
     Args:
-        device: a `jax.Device`, or a device kind such as "TPU v5 lite". A device kind may also name a device that is not
-            attached to this machine. If `device` is None (the default), the first local device is used.
+        device: a `jax.Device`, or a device kind such as "TPU v5 lite". A device kind may also name
+            a device that is not attached to this machine. If `device` is None (the default), the
+            first local device is used.
 
     Returns:
-        A `Chip`, from the catalog if possible. For a CPU that is not in the catalog, the peaks are estimated from its
-        instruction set. For a device that is neither a CPU nor in the catalog, the `Chip` has `known=False` and no
-        peaks.
+        A `Chip`, from the catalog if possible. For a CPU that is not in the catalog, the peaks are
+        estimated from its instruction set. For a device that is neither a CPU nor in the catalog,
+        the `Chip` has `known=False` and no peaks.
 
     >>> from fnet import hardware as hw
     >>> hw.detect("TPU v5 lite").name
@@ -54,9 +56,10 @@ def detect(device: Any = None) -> Chip:
 
 
 def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
-    """Returns a `Chip` object, which contains the peak rates and the memory size of a CPU. If the CPU is in the
-    catalog, its entry is scaled to the available cores. If the CPU is not in the catalog, the peaks are estimated from
-    the instruction set if possible; otherwise the peaks are unknown."""
+    """Returns a `Chip` object, which contains the peak rates and the memory size of a CPU. If the
+    CPU is in the catalog, its entry is scaled to the available cores. If the CPU is not in the
+    catalog, the peaks are estimated from the instruction set if possible; otherwise the peaks are
+    unknown."""
     common = dict(jax_devices_per_chip=devices, memory_bytes=cpu.memory_bytes)
     flags = ", ".join(cpu.flags)
     for row in chips.values():
@@ -98,7 +101,8 @@ def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
         else ""
     )
     note = (
-        f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {cpu.clock_ghz:.2f} GHz{unsure}. "
+        f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {cpu.clock_ghz:.2f} "
+        f"GHz{unsure}. "
         f"Instruction sets: {flags}. measure() replaces the estimate by a measurement."
     )
     return Chip(
@@ -146,8 +150,8 @@ def _from_kind(kind: str, platform: str | None = None) -> Chip:
 
 
 def _fit_gpu(chip: Chip, device: Any) -> Chip:
-    """Adapts the catalog's description of a GPU to a JAX device. The device reports its architecture and the number of
-    multiprocessors that it can use."""
+    """Adapts the catalog's description of a GPU to a JAX device. The device reports its
+    architecture and the number of multiprocessors that it can use."""
     capability = getattr(device, "compute_capability", None)
     if capability:
         capability = str(capability).split(":")[0]  # "gfx942:sramecc+:xnack-"
@@ -176,8 +180,8 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
             notes=note,
             units=FrozenTable({**chip.units, "multiprocessors": visible}),
         )
-    # RDNA chips report work-group processors, each of which has two compute units. Therefore, only Instinct chips are
-    # compared.
+    # RDNA chips report work-group processors, each of which has two compute units. Therefore, only
+    # Instinct chips are compared.
     key = "multiprocessors" if "multiprocessors" in chip.units else "compute_units"
     if key == "compute_units" and not str(chip.architecture).startswith("gfx9"):
         return chip
@@ -196,8 +200,9 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
 
 
 def _fit_tpu(chip: Chip, device: Any) -> Chip:
-    """Sets the number of JAX devices per chip: the number of cores of the chip divided by the number of cores of a
-    device. On a TPU v4, the number of JAX devices per chip depends on settings."""
+    """Sets the number of JAX devices per chip: the number of cores of the chip divided by the
+    number of cores of a device. On a TPU v4, the number of JAX devices per chip depends on
+    settings."""
     cores, per_device = chip.units.get("cores"), getattr(device, "num_cores", None)
     if cores and per_device and cores % per_device == 0:
         return dataclasses.replace(chip, jax_devices_per_chip=cores // per_device)

@@ -1,5 +1,5 @@
-"""Computes the peaks of a chip from its units and clock, compares the computed peaks with published peaks, and computes
-FLOP per dollar."""
+"""Computes the peaks of a chip from its units and clock, compares the computed peaks with published
+peaks, and computes FLOP per dollar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ YEAR_OF_USE = 365.25 * 24 * 3600
 
 
 class Computed(NamedTuple):
-    """A peak computed from the figures of a chip: the dtype, the rate in FLOP/s, and the formula as text.
+    """A peak computed from the figures of a chip: the dtype, the rate in FLOP/s, and the formula as
+    text.
 
     >>> hw.computed(hw.chips["Titan RTX"])[0].formula
     '72 SM x 64 cores x 2 x 1.77 GHz'
@@ -31,10 +32,10 @@ class Check(NamedTuple):
         quoted: the published peak in FLOP/s.
         source: where the published peak was stated.
         computed: the peak in FLOP/s that fnet computes from the units and the clock of the chip.
-        formula: the formula of the computed peak as text, with the numbers of the chip, such as "72 SM x 64 cores x 2 x
-            1.77 GHz".
-        deviation: the relative deviation of the published peak from the computed peak, quoted / computed - 1.
-        explanation: the reason why the published and the computed peak differ, or "".
+        formula: the formula of the computed peak as text, with the numbers of the chip, such as "72
+            SM x 64 cores x 2 x 1.77 GHz".
+        deviation: the relative deviation of the published peak from the computed peak, quoted /
+        computed - 1. explanation: the reason why the published and the computed peak differ, or "".
 
     >>> [round(check.deviation, 2) for check in hw.checks(hw.chips["Ryzen 3950X"])]
     [0.99]
@@ -69,7 +70,8 @@ class Value(NamedTuple):
 
 
 def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...]:
-    """Computes the peak rates of a chip from the number of its units, the FLOP per cycle of a unit, and the clock.
+    """Computes the peak rates of a chip from the number of its units, the FLOP per cycle of a unit,
+    and the clock.
 
         GPU, vector:  multiprocessors x FP32 cores x 2 x clock
         GPU, tensor:  multiprocessors x tensor cores x FLOP per cycle x clock
@@ -82,8 +84,8 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
         boost: whether to use the boost clock of a CPU instead of its base clock. Default False.
 
     Returns:
-        A `Computed` for each dtype. The result is empty if the catalog does not contain the number of units or the
-        clock of the chip.
+        A `Computed` for each dtype. The result is empty if the catalog does not contain the number
+        of units or the clock of the chip.
 
     >>> from fnet import hardware as hw
     >>> [c.formula for c in hw.computed(hw.chips["Titan RTX"])]
@@ -151,14 +153,16 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
 
 
 def checks(chip: Chip | System) -> tuple[Check, ...]:
-    """Compares the published peaks of a chip or system with peaks computed from its units and clock.
+    """Compares the published peaks of a chip or system with peaks computed from its units and
+    clock.
 
-    A peak is published if it is in `chip.quoted`, or if it is in `chip.peaks` and fnet did not compute, estimate or
-    measure it.
+    A peak is published if it is in `chip.quoted`, or if it is in `chip.peaks` and fnet did not
+    compute, estimate or measure it.
 
     Returns:
-        A `Check` for each published peak that can also be computed from the number of compute units and the clock. If
-        the published and the computed peak differ, the `Check` contains an explanation.
+        A `Check` for each published peak that can also be computed from the number of compute units
+        and the clock. If the published and the computed peak differ, the `Check` contains an
+        explanation.
 
     >>> [type(check).__name__ for check in hw.checks(hw.systems["TPU v3-8"])][:1]
     ['Check']
@@ -204,7 +208,8 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
 def flop_per_dollar(
     chip: Chip | System, dtype: str | None = None, *, years: float = 3.0
 ) -> tuple[Value, ...]:
-    """Computes how many FLOP one dollar buys at the peak rate, for a rented and for a purchased chip.
+    """Computes how many FLOP one dollar buys at the peak rate, for a rented and for a purchased
+    chip.
 
         rented chip:     peak x 3600 s / price of an hour
         purchased chip:  peak x years x 31.56e6 s / launch price      (no electricity, no host, no resale)
@@ -217,7 +222,8 @@ def flop_per_dollar(
         years: the years of use after a purchase. Default 3.
 
     Returns:
-        A `Value` for each price in the catalog. The result is empty if the chip has no peak for the dtype.
+        A `Value` for each price in the catalog. The result is empty if the chip has no peak for the
+        dtype.
 
     >>> rates = hw.flop_per_dollar(hw.chips["Titan RTX"], "fp32", years=3)
     """

@@ -31,18 +31,22 @@ class Point(NamedTuple):
 
 
 def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]:
-    """Returns the points that `plot` draws, for the chips and systems with a known price or power, ordered by year.
+    """Returns the points that `plot` draws, for the chips and systems with a known price or power,
+    ordered by year.
 
     Args:
-        per: "dollar" or "watt". For each chip or system, FLOP per dollar is computed from the first of its prices in
-            the catalog, either a rental price per hour or a purchase price. A purchased chip is assumed to be used for
-            three years. FLOP/s per watt is computed with the thermal design power.
-        dtypes: the dtypes for which `history` returns points. Each element of the tuple is "fp32", "bf16", "fp16" or
-            "best". "best" is the faster of bf16 and fp16. Default ("fp32", "best").
+        per: "dollar" or "watt". For each chip or system, FLOP per dollar is computed from the first
+            of its prices in the catalog, either a rental price per hour or a purchase price. A
+            purchased chip is assumed to be used for three years. FLOP/s per watt is computed with
+            the thermal design power.
+        dtypes: the dtypes for which `history` returns points. Each element of the tuple is "fp32",
+            "bf16", "fp16" or "best". "best" is the faster of bf16 and fp16. Default ("fp32",
+            "best").
 
     Returns:
-        A list of named tuples (name, kind, year, dtype, value, rented), in which `value` is the FLOP per dollar or the
-        FLOP/s per watt, and `rented` states whether `value` was computed from a rental price.
+        A list of named tuples (name, kind, year, dtype, value, rented), in which `value` is the
+        FLOP per dollar or the FLOP/s per watt, and `rented` states whether `value` was computed
+        from a rental price.
 
     >>> [point.name for point in history("watt", ("fp32",))][:2]
     ['K80', 'Titan X (Maxwell)']
@@ -72,10 +76,10 @@ def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]
 def plot(path: str | os.PathLike | None = None) -> Figure:
     """Draws the FLOP per dollar and the FLOP/s per watt of the catalog's chips over the years.
 
-    In the plot, circles show float32, and squares show the faster of bfloat16 and float16. In the plot of FLOP per
-    dollar, filled markers show values for a purchase price and three years of use, and empty markers show values for a
-    rental price per hour. The prices are from different dates, which the catalog contains, and are not adjusted for
-    inflation.
+    In the plot, circles show float32, and squares show the faster of bfloat16 and float16. In the
+    plot of FLOP per dollar, filled markers show values for a purchase price and three years of use,
+    and empty markers show values for a rental price per hour. The prices are from different dates,
+    which the catalog contains, and are not adjusted for inflation.
 
     Args:
         path: the file to write (.png, .svg or .pdf). Default None: no file is written.
@@ -122,9 +126,9 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
 
 
 def _label(axis: Any, points: list[Point]) -> None:
-    """Writes the name of each chip or system beside its highest point in the plot. Higher points are labeled first. A
-    name is omitted if its point is too close to a point that has a name: the years differ by at most 1, and the values
-    by at most a factor of 1.25."""
+    """Writes the name of each chip or system beside its highest point in the plot. Higher points
+    are labeled first. A name is omitted if its point is too close to a point that has a name: the
+    years differ by at most 1, and the values by at most a factor of 1.25."""
     taken: dict[int, list[float]] = {}
     best: dict[str, Point] = {}
     for point in points:

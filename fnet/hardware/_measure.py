@@ -1,4 +1,5 @@
-"""Measures a chip's peaks with a matrix product for each dtype, and its memory bandwidth with a copy."""
+"""Measures a chip's peaks with a matrix product for each dtype, and its memory bandwidth with a
+copy."""
 
 from __future__ import annotations
 
@@ -24,29 +25,31 @@ def measure(
 ) -> Chip:
     """Measures the rates of matrix products and the memory bandwidth of a device.
 
-    For each dtype, two matrices [size, size] are multiplied many times, and several batches of these matrix products
-    are timed. The product of two matrices [size, size] needs 2 size^3 FLOPs. The measured peak of a dtype is the rate
-    of the fastest batch of matrix products. The bandwidth is measured by multiplying an array by a constant, which
-    reads and writes each element once. `measure` returns the rates of XLA's code on this machine at this time, not the
-    limits of the chip. An MFU (model FLOPs utilization) that is computed with the measured peaks is the FLOP/s of a
-    step divided by the FLOP/s of a plain matrix product.
+    For each dtype, two matrices [size, size] are multiplied many times, and several batches of
+    these matrix products are timed. The product of two matrices [size, size] needs 2 size^3 FLOPs.
+    The measured peak of a dtype is the rate of the fastest batch of matrix products. The bandwidth
+    is measured by multiplying an array by a constant, which reads and writes each element once.
+    `measure` returns the rates of XLA's code on this machine at this time, not the limits of the
+    chip. An MFU (model FLOPs utilization) that is computed with the measured peaks is the FLOP/s of
+    a step divided by the FLOP/s of a plain matrix product.
 
-    The measurement takes about `seconds` for each dtype, and `seconds` for the bandwidth. The compilations take
-    additional time.
+    The measurement takes about `seconds` for each dtype, and `seconds` for the bandwidth. The
+    compilations take additional time.
 
     Args:
         device: a `jax.Device`. Default None: the first local device.
-        dtypes: the dtypes to measure. A dtype that the device cannot multiply is omitted, and the notes of the result
-            list it. Default float32, bfloat16 and float16.
-        size: the number of rows and columns of the matrices. Default None: 1024 on a CPU, 8192 on other devices.
-        copy_bytes: the size in bytes of the array that is multiplied by a constant to measure the bandwidth. Default
+        dtypes: the dtypes to measure. A dtype that the device cannot multiply is omitted, and the
+            notes of the result list it. Default float32, bfloat16 and float16.
+        size: the number of rows and columns of the matrices. Default None: 1024 on a CPU, 8192 on
+        other devices. copy_bytes: the size in bytes of the array that is multiplied by a constant
+        to measure the bandwidth. Default
             None: 256 MiB on a CPU, 1 GiB on other devices.
         seconds: the time of each measurement in seconds. Default 0.3.
 
     Returns:
-        The `Chip` that `detect` returns, with `known=True` and with the measured `peaks` and `bandwidth` of the whole
-        chip. In `Chip.bases`, the measured peaks and the measured bandwidth are marked as "measured". Dtypes that were
-        not measured have no peak.
+        The `Chip` that `detect` returns, with `known=True` and with the measured `peaks` and
+        `bandwidth` of the whole chip. In `Chip.bases`, the measured peaks and the measured
+        bandwidth are marked as "measured". Dtypes that were not measured have no peak.
 
     >>> chip = measure(dtypes=("float32",), size=64, copy_bytes=2**16, seconds=0.01)
     >>> chip.basis("bandwidth"), chip.peak("float32").flops > 0
@@ -72,7 +75,8 @@ def measure(
         peaks["tf32" if name == "fp32" and "tf32" in chip.peaks else name] = rate * share
     bandwidth = _copy(device, copy_bytes, seconds) * share
     note = (
-        f"Measured with jax {jax.__version__} on {time.strftime('%Y-%m-%d')}: matmuls of side {size}, a copy of "
+        f"Measured with jax {jax.__version__} on {time.strftime('%Y-%m-%d')}: matmuls of side "
+        f"{size}, a copy of "
         f"{copy_bytes / 2**20:.4g} MiB, the best of several."
     )
     if failed:
@@ -105,8 +109,8 @@ def _matmul(device: Any, dtype: Any, size: int, seconds: float) -> float:
 
 
 def _copy(device: Any, nbytes: int, seconds: float) -> float:
-    """Returns the bytes/s that are read and written when an array is multiplied by a constant. The array is donated, so
-    that the result is stored in the memory of the array."""
+    """Returns the bytes/s that are read and written when an array is multiplied by a constant. The
+    array is donated, so that the result is stored in the memory of the array."""
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     held = [jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)]
 
@@ -118,8 +122,8 @@ def _copy(device: Any, nbytes: int, seconds: float) -> float:
 
 
 def _best(run: Callable[[], Any], seconds: float) -> float:
-    """Returns the seconds per call in the fastest of several batches of calls. All batches together take about
-    `seconds`."""
+    """Returns the seconds per call in the fastest of several batches of calls. All batches together
+    take about `seconds`."""
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())

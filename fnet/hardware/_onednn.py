@@ -1,4 +1,5 @@
-"""The compiler option with which XLA on CPUs uses oneDNN's bfloat16 convolutions (in jaxlib 0.12 and later)."""
+"""The compiler option with which XLA on CPUs uses oneDNN's bfloat16 convolutions (in jaxlib 0.12
+and later)."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True}
 
 @functools.cache
 def onednn() -> bool:
-    """Whether the installed XLA can run bfloat16 convolutions with oneDNN. Returns False on CPUs without instructions
-    for bfloat16 arithmetic (AMX or AVX-512), because oneDNN was not timed on such CPUs."""
+    """Whether the installed XLA can run bfloat16 convolutions with oneDNN. Returns False on CPUs
+    without instructions for bfloat16 arithmetic (AMX or AVX-512), because oneDNN was not timed on
+    such CPUs."""
     if BFLOAT16.isdisjoint(read_cpu().flags):
         return False
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 8, 8, 16), (3, 3, 16, 16)))

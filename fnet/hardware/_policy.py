@@ -24,27 +24,30 @@ class Policy:
 
     Attributes:
         param: the dtype in which the parameters are stored.
-        compute: the dtype of the operands of matrix products, and of convolutions unless `convolution` is given.
-        accum: the dtype in which matrix products and convolutions accumulate, and in which reductions, norms and
+        compute: the dtype of the operands of matrix products, and of convolutions unless
+        `convolution` is given. accum: the dtype in which matrix products and convolutions
+        accumulate, and in which reductions, norms and
             softmax are computed.
         output: the dtype of the function's floating-point outputs.
         loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
-        rules: pairs (pattern of a scope path, dtype) that override `compute`. If several patterns match a scope path,
-            the first matching pair is used.
+        rules: pairs (pattern of a scope path, dtype) that override `compute`. If several patterns
+            match a scope path, the first matching pair is used.
         reason: why the dtypes of the policy were selected.
         convolution: the dtype of the operands of convolutions. Default: `compute`.
-        activations: the dtype in which GPUs and TPUs store large activations. In the forward pass, the result of a
-            matrix product is a large activation if it has at least 2^22 elements and only float32 operations read it.
-            For example, the logits of a large vocabulary are a large activation. If autocast is applied to the gradient
-            function, the gradients of large activations are also stored in the dtype `activations`. Weight gradients
-            are not rounded. Default: `compute`, as in PyTorch's autocast. With `activations="float32"`, activations are
-            not rounded.
-        residual: the dtype of the residual stream of a transformer. In the forward pass, a sum of two arrays is treated
-            as the residual stream if one of the arrays is the result of a matrix product, possibly scaled or with an
-            added bias. The default "float32" does not change the dtype of the residual stream. If `residual` equals
-            `compute`, for example bfloat16, the residual stream is computed and stored in this dtype, as in a model in
-            which all activations have this dtype. A 16-bit residual stream needs less memory traffic, but the residual
-            stream and its gradient are rounded in each layer.
+        activations: the dtype in which GPUs and TPUs store large activations. In the forward pass,
+            the result of a matrix product is a large activation if it has at least 2^22 elements
+            and only float32 operations read it. For example, the logits of a large vocabulary are a
+            large activation. If autocast is applied to the gradient function, the gradients of
+            large activations are also stored in the dtype `activations`. Weight gradients are not
+            rounded. Default: `compute`, as in PyTorch's autocast. With `activations="float32"`,
+            activations are not rounded.
+        residual: the dtype of the residual stream of a transformer. In the forward pass, a sum of
+            two arrays is treated as the residual stream if one of the arrays is the result of a
+            matrix product, possibly scaled or with an added bias. The default "float32" does not
+            change the dtype of the residual stream. If `residual` equals `compute`, for example
+            bfloat16, the residual stream is computed and stored in this dtype, as in a model in
+            which all activations have this dtype. A 16-bit residual stream needs less memory
+            traffic, but the residual stream and its gradient are rounded in each layer.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -89,14 +92,16 @@ class Policy:
         apart = f" (convolutions {self.convolution})" if self.convolution != self.compute else ""
         apart += f", residual stream {self.residual}" if self.residual != jnp.float32 else ""
         return (
-            f"parameters {self.param}, compute {self.compute}{apart}, sums {self.accum}, output {self.output}, "
+            f"parameters {self.param}, compute {self.compute}{apart}, sums {self.accum}, output "
+            f"{self.output}, "
             f"{scaling}: {self.reason}"
         )
 
 
 class _Family(NamedTuple):
-    """The dtypes of a chip family in order of preference. The first dtype is the default of the chip family. A policy
-    for chips of several families uses a dtype that all these families have in common."""
+    """The dtypes of a chip family in order of preference. The first dtype is the default of the
+    chip family. A policy for chips of several families uses a dtype that all these families have in
+    common."""
 
     name: str
     train: tuple[str, ...]
@@ -202,10 +207,12 @@ _FAMILIES = {
     "cpu_amx": _Family(
         "CPU with AMX",
         ("float32",),
-        "AMX multiplies bfloat16 several times faster than float32, but whether training gains was not "
+        "AMX multiplies bfloat16 several times faster than float32, but whether training gains was "
+        "not "
         "measured here",
         ("bfloat16", "float32"),
-        "AMX multiplies bfloat16 about four times faster than float32 (xla issue 10556); not measured "
+        "AMX multiplies bfloat16 about four times faster than float32 (xla issue 10556); not "
+        "measured "
         "here",
     ),
     "unknown": _Family(
@@ -229,28 +236,32 @@ _FROM_NAME = (  # (pattern of a chip's name, family), for chips whose architectu
 
 
 def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) -> Policy:
-    """Selects the dtypes for fast and numerically safe training or inference on a chip, and states the reason.
+    """Selects the dtypes for fast and numerically safe training or inference on a chip, and states
+    the reason.
 
-    `policy` takes the dtypes from a table of chips, except for the CPU of this process. For the CPU of this process, a
-    probe (a short measurement) compares bfloat16 with float32. The measurement of the CPU covers the operations that
-    `transforms.autocast` uses, and takes about one second. The result of the measurement is cached on the machine (see
-    docs/precision.md). Dtypes with fewer than 16 bits are never selected, because fp8, int8 and fp4 need scales or
-    calibration.
+    `policy` takes the dtypes from a table of chips, except for the CPU of this process. For the CPU
+    of this process, a probe (a short measurement) compares bfloat16 with float32. The measurement
+    of the CPU covers the operations that `transforms.autocast` uses, and takes about one second.
+    The result of the measurement is cached on the machine (see docs/precision.md). Dtypes with
+    fewer than 16 bits are never selected, because fp8, int8 and fp4 need scales or calibration.
 
     Args:
-        chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these.
-            For a sequence of chips, `policy` selects a dtype that all chips in the sequence accelerate. None (the
-            default) and "auto" select the chip that `detect` finds. The names "float32", "bfloat16" and "float16"
-            select the dtype of that name for any chip.
-        mode: "train" (the default) or "inference". For inference, the parameters have the compute dtype.
-        probe: whether a short measurement may compare the speed of bfloat16 and float32 on this machine's CPU. Default
-            None: the measurement is allowed, unless the environment variable FNET_PROBE is 0. `policy` measures the CPU
-            only if the CPU is JAX's default backend and there is only one process. `policy` does not measure the CPU
-            while JAX is tracing a function.
+        chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a
+            sequence of these. For a sequence of chips, `policy` selects a dtype that all chips in
+            the sequence accelerate. None (the default) and "auto" select the chip that `detect`
+            finds. The names "float32", "bfloat16" and "float16" select the dtype of that name for
+            any chip.
+        mode: "train" (the default) or "inference". For inference, the parameters have the compute
+            dtype.
+        probe: whether a short measurement may compare the speed of bfloat16 and float32 on this
+            machine's CPU. Default None: the measurement is allowed, unless the environment variable
+            FNET_PROBE is 0. `policy` measures the CPU only if the CPU is JAX's default backend and
+            there is only one process. `policy` does not measure the CPU while JAX is tracing a
+            function.
 
     Returns:
-        A `Policy`. The attribute `reason` of the policy states whether the dtypes are from fnet's table of chips or
-        from a measurement.
+        A `Policy`. The attribute `reason` of the policy states whether the dtypes are from fnet's
+        table of chips or from a measurement.
 
     Raises:
         ValueError: an unknown mode, or an empty sequence of chips.
@@ -266,7 +277,8 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
     several = isinstance(chip, Sequence) and not isinstance(chip, str)
     if several and not chip:
         raise ValueError(
-            "policy: expected at least one chip, got an empty sequence; pass None to detect the chip"
+            "policy: expected at least one chip, got an empty sequence; pass None to detect the "
+            "chip"
         )
     given = [None if c == "auto" else c for c in (chip if several else [chip])]
     found = list({(c.name, c.architecture): c for c in map(detect, given)}.values())
@@ -288,8 +300,8 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
 
 
 def _here(given: Any) -> bool:
-    """Whether `given` (None, a chip, a device or a string) is the CPU of this process. The result is False for every
-    string, even for the name of this CPU."""
+    """Whether `given` (None, a chip, a device or a string) is the CPU of this process. The result
+    is False for every string, even for the name of this CPU."""
     if given is None:
         return True
     if isinstance(given, Chip):  # only the result of `detect` contains the flags of this CPU

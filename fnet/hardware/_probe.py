@@ -1,7 +1,9 @@
-"""Measures whether matrix products and convolutions are faster in bfloat16 than in float32 on this CPU.
+"""Measures whether matrix products and convolutions are faster in bfloat16 than in float32 on this
+CPU.
 
-The result of the measurement depends on the installed XLA. On a CPU, bfloat16 is faster than float32 only if XLA uses
-the CPU's bfloat16 instructions. If XLA converts the operands to float32 and the results back, bfloat16 is slower.
+The result of the measurement depends on the installed XLA. On a CPU, bfloat16 is faster than
+float32 only if XLA uses the CPU's bfloat16 instructions. If XLA converts the operands to float32
+and the results back, bfloat16 is slower.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ class Probe(NamedTuple):
     """The result of a measurement: the time with bfloat16 divided by the time with float32.
 
     Attributes:
-        dot, conv: the time with bfloat16 divided by the time with float32, `dot` for a matrix product and `conv` for a
-            convolution. A ratio is infinite if XLA cannot compile the operation for bfloat16.
-        clock: how the time was measured. "wall" means wall-clock time. "processor" means processor time: the time that
-            the cores spent on this process. If the machine is busy, the processor time is measured.
+        dot, conv: the time with bfloat16 divided by the time with float32, `dot` for a matrix
+            product and `conv` for a convolution. A ratio is infinite if XLA cannot compile the
+            operation for bfloat16.
+        clock: how the time was measured. "wall" means wall-clock time. "processor" means processor
+            time: the time that the cores spent on this process. If the machine is busy, the
+            processor time is measured.
         jaxlib: the jaxlib version of the measurement.
         date: the date of the measurement, such as "2026-11-21".
     """
@@ -56,8 +60,8 @@ class Probe(NamedTuple):
 
 
 def verdict(probe: Probe, mode: str) -> tuple[str, str, str]:
-    """Returns (dtype of matrix products, dtype of convolutions, reason). Each dtype is bfloat16 if bfloat16 is fast
-    enough, otherwise float32."""
+    """Returns (dtype of matrix products, dtype of convolutions, reason). Each dtype is bfloat16 if
+    bfloat16 is fast enough, otherwise float32."""
     dot = "bfloat16" if probe.dot <= DOT_AT_MOST else "float32"
     conv = dot if probe.conv <= CONV_AT_MOST else "float32"
     passes = "forward and backward" if mode == "train" else "forward"
@@ -66,8 +70,10 @@ def verdict(probe: Probe, mode: str) -> tuple[str, str, str]:
         dot,
         conv,
         (
-            f"bfloat16 took {probe.dot:.2f} of float32's {times} for a matrix product and {probe.conv:.2f} for a "
-            f"convolution, {passes}, in the probe of {probe.date} with jaxlib {probe.jaxlib}; it is selected up to "
+            f"bfloat16 took {probe.dot:.2f} of float32's {times} for a matrix product and "
+            f"{probe.conv:.2f} for a "
+            f"convolution, {passes}, in the probe of {probe.date} with jaxlib {probe.jaxlib}; it "
+            f"is selected up to "
             f"{DOT_AT_MOST:g}, and for convolutions up to {CONV_AT_MOST:g}"
         ),
     )
@@ -83,12 +89,14 @@ def unfit() -> str | None:
 
 
 def probe(mode: str) -> Probe | None:
-    """Returns how long matrix products and convolutions take in bfloat16 on this CPU, relative to float32.
+    """Returns how long matrix products and convolutions take in bfloat16 on this CPU, relative to
+    float32.
 
-    The argument `mode` is "train" or "inference". If no measurement is cached for this CPU and mode, `probe` makes a
-    measurement, which takes about a second. Measurements are cached in the file probe.json of `cache_folder()`. If the
-    file probe.json cannot be written, measurements are cached only in this process. Returns None if no measurement is
-    cached and JAX is tracing a function.
+    The argument `mode` is "train" or "inference". If no measurement is cached for this CPU and
+    mode, `probe` makes a measurement, which takes about a second. Measurements are cached in the
+    file probe.json of `cache_folder()`. If the file probe.json cannot be written, measurements are
+    cached only in this process. Returns None if no measurement is cached and JAX is tracing a
+    function.
     """
     cpu = read_cpu()
     flags = hashlib.sha256(repr((cpu.flags, os.environ.get("XLA_FLAGS", ""))).encode()).hexdigest()[
@@ -117,7 +125,8 @@ def _once(mode: str, key: str, path: pathlib.Path) -> Probe:
 
 
 def _busy() -> bool:
-    """Whether other processes are computing on this machine, so that wall time would include their work."""
+    """Whether other processes are computing on this machine, so that wall time would include their
+    work."""
     try:
         return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
     except (AttributeError, OSError):  # Windows has no load average
@@ -131,8 +140,8 @@ def _tracing() -> bool:
         return fresh.submit(trace_state).result() != trace_state()
 
 
-# The measured operations are those of autocast on a CPU. Activations and cotangents are already in bfloat16. Weights
-# and their gradients are in float32.
+# The measured operations are those of autocast on a CPU. Activations and cotangents are already in
+# bfloat16. Weights and their gradients are in float32.
 
 
 def _dot(x, w, g, *, train):
@@ -195,8 +204,9 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
 def timings(
     calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]
 ) -> dict[Any, list[float]]:
-    """Measures the time of each function in several rounds. In each round, every function is called once, so that a
-    slow period of the machine affects all functions. Returns {name: the time in seconds for each round}."""
+    """Measures the time of each function in several rounds. In each round, every function is called
+    once, so that a slow period of the machine affects all functions. Returns {name: the time in
+    seconds for each round}."""
     times: dict[Any, list[float]] = {name: [] for name in calls}
     end, (least, most) = time.perf_counter() + _SECONDS, _ROUNDS
     for number in range(most):
@@ -210,8 +220,9 @@ def timings(
 
 
 def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:
-    """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. Each ratio is the median over
-    the rounds of the measurement, rounded to two decimals. A ratio is infinite if no time with bfloat16 was
+    """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. Each ratio
+    is the median over the rounds of the measurement, rounded to two decimals. A ratio is infinite
+    if no time with bfloat16 was
     measured."""
 
     def ratio(name):
@@ -231,8 +242,8 @@ def _path() -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> dict[str, Probe]:
-    """Returns the valid measurements in probe.json. A measurement that was made while the machine was busy is used only
-    on the day on which it was made."""
+    """Returns the valid measurements in probe.json. A measurement that was made while the machine
+    was busy is used only on the day on which it was made."""
     today, kept = datetime.date.today().isoformat(), {}
     for key, entry in read_json(path).items():
         try:

@@ -1,5 +1,5 @@
-"""Roofline analysis: determines for each scope of a function whether compute or memory limits its speed, and compares
-the measured time of the function with the resulting lower bound."""
+"""Roofline analysis: determines for each scope of a function whether compute or memory limits its
+speed, and compares the measured time of the function with the resulting lower bound."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ class Bound:
     Attributes:
         scope: the scope path.
         cost: the FLOPs and bytes of the scope, a `Cost`.
-        compute: the time in seconds that the arithmetic takes at the peak rate, or None if the rate is unknown.
-        memory: the time in seconds that the memory traffic takes at the peak bandwidth, or None if the bandwidth is
+        compute: the time in seconds that the arithmetic takes at the peak rate, or None if the rate
+        is unknown. memory: the time in seconds that the memory traffic takes at the peak bandwidth,
+        or None if the bandwidth is
             unknown.
-        bound: "compute" or "memory", whichever takes longer. If only one of the peak rate and the bandwidth is known,
-            `bound` is "compute or memory". If neither the peak rate nor the bandwidth is known, `bound` is "unknown".
+        bound: "compute" or "memory", whichever takes longer. If only one of the peak rate and the
+            bandwidth is known, `bound` is "compute or memory". If neither the peak rate nor the
+            bandwidth is known, `bound` is "unknown".
         seconds: the maximum of `compute` and `memory`, or None if both are unknown.
 
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
@@ -60,14 +62,16 @@ class Roofline:
         chip: the `Chip` for which the bounds are computed.
         devices: the number of JAX devices that share the work.
         scopes: a `Bound` for each scope.
-        total: the `Bound` of the whole function. The time in this `Bound` is the sum of the times of all scopes,
-            because scopes run one after another.
+        total: the `Bound` of the whole function. The time in this `Bound` is the sum of the times
+            of all scopes, because scopes run one after another.
         count: the FLOPs and bytes of the function, a `Count`.
-        ridge: the FLOPs per byte of memory traffic above which compute is the bound, or None if a rate is unknown.
-        measured: the median time of a call on this machine in seconds, or None if it was not measured.
+        ridge: the FLOPs per byte of memory traffic above which compute is the bound, or None if a
+        rate is unknown. measured: the median time of a call on this machine in seconds, or None if
+        it was not measured.
         mfu: the model FLOPs utilization for the measured time, an `MFU`.
-        waste: a `Waste` object for each matrix product that fills less than 90 % of its tiles (see `tile_waste`).
-        rule: the size of the chip's tiles (blocks of a matrix product) and the source of this size, as text.
+        waste: a `Waste` object for each matrix product that fills less than 90 % of its tiles (see
+        `tile_waste`). rule: the size of the chip's tiles (blocks of a matrix product) and the
+        source of this size, as text.
         notes: the reasons why the figures are not exact.
 
     >>> x = jax.ShapeDtypeStruct((256, 256), "float32")
@@ -100,35 +104,39 @@ def roofline(
     depth: int | None = 2,
     repeats: int = 5,
 ) -> Roofline:
-    """Computes a lower bound of a function's time from the chip's peaks, and measures the time for comparison.
+    """Computes a lower bound of a function's time from the chip's peaks, and measures the time for
+    comparison.
 
         lower bound of the time of a scope = max(FLOPs / peak FLOP/s, bytes / bandwidth)
 
-    A scope is a `jax.named_scope`, such as a layer. The FLOPs are counted from the jaxpr (see `count`). The bytes are
-    estimated under the assumption that elementwise operations are fused. The result of `roofline` states how each peak
-    of the chip is known, for example published or measured. The time is measured only for the whole function, because
-    XLA fuses operations across scopes.
+    A scope is a `jax.named_scope`, such as a layer. The FLOPs are counted from the jaxpr (see
+    `count`). The bytes are estimated under the assumption that elementwise operations are fused.
+    The result of `roofline` states how each peak of the chip is known, for example published or
+    measured. The time is measured only for the whole function, because XLA fuses operations across
+    scopes.
 
     Args:
-        step: a JAX function. A jitted function is called with copies of the arguments, because the call may donate the
-            arguments.
-        *args: the arguments of `step`. If an argument contains a `jax.ShapeDtypeStruct`, `step` is traced, but neither
-            run nor timed.
-        chip: a `Chip`, a device or a device kind. Default None: the chip on which the arguments are.
-        devices: the number of JAX devices that share the work. Default None: the number of devices on which the
-            arguments are.
-        measure: whether to run and time the function. By default (None), the function is run and timed only if its
-            arguments are arrays on `chip`.
-        depth: the number of segments of a scope path to show, or None for all segments. Scopes whose paths have the
-            same first `depth` segments are added up. Default 2.
-        repeats: the number of timed calls. An additional first call, which compiles the function, is not timed. Default
-            5.
+        step: a JAX function. A jitted function is called with copies of the arguments, because the
+            call may donate the arguments.
+        *args: the arguments of `step`. If an argument contains a `jax.ShapeDtypeStruct`, `step` is
+            traced, but neither run nor timed.
+        chip: a `Chip`, a device or a device kind. Default None: the chip on which the arguments
+            are.
+        devices: the number of JAX devices that share the work. Default None: the number of devices
+            on which the arguments are.
+        measure: whether to run and time the function. By default (None), the function is run and
+            timed only if its arguments are arrays on `chip`.
+        depth: the number of segments of a scope path to show, or None for all segments. Scopes
+            whose paths have the same first `depth` segments are added up. Default 2.
+        repeats: the number of timed calls. An additional first call, which compiles the function,
+            is not timed. Default 5.
 
     Returns:
         A `Roofline`, which `print` shows as a table.
 
     Raises:
-        ValueError: `measure=True`, but an argument is a `jax.ShapeDtypeStruct`, which has no values.
+        ValueError: `measure=True`, but an argument is a `jax.ShapeDtypeStruct`, which has no
+            values.
 
     Source: Williams, Waterman and Patterson, Roofline, CACM 2009.
 
@@ -194,7 +202,8 @@ def roofline(
         )
     elif chip.bandwidth is None:
         notes.append(
-            f"the memory bandwidth of {chip.name} is unknown: only compute bounds; call hardware.measure()"
+            f"the memory bandwidth of {chip.name} is unknown: only compute bounds; call "
+            f"hardware.measure()"
         )
     peak = chip.peak(counted.dtype) if counted.dtype else None
     ridge = peak.flops / chip.bandwidth if peak and chip.bandwidth else None
@@ -216,8 +225,9 @@ def roofline(
 def compute_seconds(
     counted: Count, chip: Chip, share: float, depth: int | None
 ) -> dict[str, float] | None:
-    """Returns the seconds of arithmetic in each scope, or None if a peak is unknown. Matrix products are assumed to run
-    at the peak rate of their dtype, and other operations at the float32 peak rate."""
+    """Returns the seconds of arithmetic in each scope, or None if a peak is unknown. Matrix
+    products are assumed to run at the peak rate of their dtype, and other operations at the float32
+    peak rate."""
     seconds: dict[str, float] = collections.defaultdict(float)
     key = lambda path: path if depth is None else "/".join(path.split("/")[:depth])
     for matmul in counted.matmuls:
@@ -317,7 +327,8 @@ def _text(report: Roofline) -> str:
             lines.append(f"  and {len(report.waste) - 5} more")
         lines.append(textwrap.fill(report.rule, 98, initial_indent="  ", subsequent_indent="  "))
     lines.append(
-        "FLOPs are exact (convolutions: padding included); bytes are estimated after fusion and are "
+        "FLOPs are exact (convolutions: padding included); bytes are estimated after fusion and "
+        "are "
         f"\nbetween {si(report.count.io_bytes)}B (arguments and outputs) and "
         f"{si(report.count.total.bytes)}B (unfused)"
     )

@@ -10,8 +10,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[
 
     Args:
         rows: the cells of each row.
-        left: the indices of the columns that are aligned to the left. All columns that are not in `left` are aligned to
-            the right.
+        left: the indices of the columns that are aligned to the left. All columns that are not in
+            `left` are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [

@@ -1,4 +1,5 @@
-"""Computes how much of a chip's tiles a matrix product fills, and how many bytes padded arrays occupy in memory."""
+"""Computes how much of a chip's tiles a matrix product fills, and how many bytes padded arrays
+occupy in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ RULES = {
     "tpu": "a TPU's matrix unit pads k and n to its side (128; 256 from v6e on) and m to 8 rows of 32 bits, 16 of "
     "bf16 (Cloud TPU performance guide)",
     "NVIDIA": "cuBLAS divides the result into tiles at least 64 wide, and k into pieces of 16 bytes (NVIDIA, Matrix "
-    "Multiplication Background User's Guide); cuBLAS selects the size of the tile, so this is an estimate",
+    "Multiplication Background User's Guide); cuBLAS selects the size of the tile, so this is an "
+    "estimate",
     "AMD": "a matrix core multiplies tiles of 32 x 32 (AMD lab notes, matrix cores); an estimate",
     "cpu": "vector registers hold 16 to 64 bytes of the columns of the result; an estimate",
 }
@@ -33,8 +35,9 @@ class Waste(NamedTuple):
         shape: the sizes of the matrix product, (batch, m, n, k).
         padded: the sizes with which the chip computes, including padding, (batch, m, n, k).
         dtype: the dtype of the operands.
-        fill: the FLOPs of the matrix product without padding, divided by its FLOPs with padding, between 0 and 1.
-        wasted: the FLOPs that are spent on padding in all runs of the matrix product.
+        fill: the FLOPs of the matrix product without padding, divided by its FLOPs with padding,
+        between 0 and 1. wasted: the FLOPs that are spent on padding in all runs of the matrix
+        product.
         times: the number of times that the matrix product is computed.
 
     >>> count = hw.count(jnp.matmul, jnp.ones((512, 130)), jnp.ones((130, 512)))
@@ -63,8 +66,8 @@ class Waste(NamedTuple):
 def padded_shape(
     shape: tuple[int, int, int, int], dtype: str, chip: Chip
 ) -> tuple[int, int, int, int]:
-    """Rounds the sizes (batch, m, n, k) of a matrix product up to multiples of the chip's tile sizes. On a TPU, the
-    operands are swapped if this needs less padding."""
+    """Rounds the sizes (batch, m, n, k) of a matrix product up to multiples of the chip's tile
+    sizes. On a TPU, the operands are swapped if this needs less padding."""
     b, m, n, k = shape
     size = max(1, jnp.dtype(dtype).itemsize)
     if chip.kind == "tpu":
@@ -83,10 +86,11 @@ def padded_shape(
 
 
 def tile_size(chip: Chip, dtype: Any) -> int:
-    """Returns the number of columns of the tiles (blocks) in which a chip computes the result of a matrix product.
+    """Returns the number of columns of the tiles (blocks) in which a chip computes the result of a
+    matrix product.
 
-    If the tile sizes of the chip are unknown, `tile_size` returns 1, so that every number of columns is a multiple of
-    the tile size.
+    If the tile sizes of the chip are unknown, `tile_size` returns 1, so that every number of
+    columns is a multiple of the tile size.
 
     Args:
         chip: the `Chip` that computes the matrix product.
@@ -102,24 +106,26 @@ def tile_size(chip: Chip, dtype: Any) -> int:
 
 
 def rule(chip: Chip) -> str:
-    """Returns a text with the tile sizes that `padded_shape` uses and their source, or "" if they are unknown."""
+    """Returns a text with the tile sizes that `padded_shape` uses and their source, or "" if they
+    are unknown."""
     return RULES.get(chip.kind) or RULES.get(chip.vendor, "")
 
 
 def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> tuple[Waste, ...]:
     """Finds the matrix products that fill too small a fraction of their tiles (less than `below`).
 
-    A chip computes a matrix product in tiles (blocks) of a fixed size, and pads the operands to whole tiles.
+    A chip computes a matrix product in tiles (blocks) of a fixed size, and pads the operands to
+    whole tiles.
 
     Args:
         matmuls: the matrix products, `Count.matmuls`.
         chip: the `Chip` that computes the matrix products.
-        below: a matrix product is included in the result if less than this fraction of its computed FLOPs is useful
-            (not spent on padding). Default 0.9.
+        below: a matrix product is included in the result if less than this fraction of its computed
+            FLOPs is useful (not spent on padding). Default 0.9.
 
     Returns:
-        A `Waste` for each matrix product that fills less than the fraction `below` of its tiles, in descending order of
-        wasted FLOPs.
+        A `Waste` for each matrix product that fills less than the fraction `below` of its tiles, in
+        descending order of wasted FLOPs.
 
     >>> count = hw.count(lambda x: x @ x, jax.ShapeDtypeStruct((100, 100), "float32"))
     >>> len(hw.tile_waste(count.matmuls, hw.chips["TPU v5e"]))
@@ -151,7 +157,8 @@ def _vector_bytes(chip: Chip) -> int:
 
 
 class Stored(NamedTuple):
-    """The number of bytes that arrays occupy in a chip's memory. `exact` is False if the number is an estimate."""
+    """The number of bytes that arrays occupy in a chip's memory. `exact` is False if the number is
+    an estimate."""
 
     bytes: int
     exact: bool
@@ -165,12 +172,13 @@ class Stored(NamedTuple):
 
 
 def stored(array: Any, chip: Chip) -> Stored:
-    """Returns the number of bytes that an array occupies in a chip's memory. `array` is an array or a
-    `jax.ShapeDtypeStruct`.
+    """Returns the number of bytes that an array occupies in a chip's memory. `array` is an array or
+    a `jax.ShapeDtypeStruct`.
 
-    Arrays of random keys are stored as integers. For dtypes smaller than one byte, such as int4, the result is only an
-    estimate: it counts one byte for each element, but some chips pack several elements into one byte. TPUs do not
-    support dtypes of 8 bytes natively, so the result for such dtypes is an estimate on a TPU.
+    Arrays of random keys are stored as integers. For dtypes smaller than one byte, such as int4,
+    the result is only an estimate: it counts one byte for each element, but some chips pack several
+    elements into one byte. TPUs do not support dtypes of 8 bytes natively, so the result for such
+    dtypes is an estimate on a TPU.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.eval_shape(jax.random.key_data, array)
@@ -182,12 +190,14 @@ def stored(array: Any, chip: Chip) -> Stored:
 
 
 def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
-    """Returns the number of bytes that an array with elements of `itemsize` bytes occupies in a chip's memory.
+    """Returns the number of bytes that an array with elements of `itemsize` bytes occupies in a
+    chip's memory.
 
-    A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. The tiled axes are the two axes that
-    need the least padding. The number of rows of a tile is a power of two, and each column of a tile occupies at least
-    4 bytes (8 bytes on TPU v2 and v3). Vectors have tiles of 128 to 1,024 elements. A TPU rounds the number of bytes
-    of an array up to a multiple of 512 (1,024 on TPU v2 and v3). Other chips do not pad.
+    A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. The tiled axes are
+    the two axes that need the least padding. The number of rows of a tile is a power of two, and
+    each column of a tile occupies at least 4 bytes (8 bytes on TPU v2 and v3). Vectors have tiles
+    of 128 to 1,024 elements. A TPU rounds the number of bytes of an array up to a multiple of 512
+    (1,024 on TPU v2 and v3). Other chips do not pad.
 
     Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/hardware/test_tiles.py).
     """

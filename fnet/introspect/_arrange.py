@@ -1,11 +1,13 @@
 """Arranges the contents of each scope in horizontal layers of a drawing, from top to bottom.
 
-The layout follows Sugiyama's method for drawing directed graphs in layers. The layer of a node (a scope or operation)
-is the length of the longest path that leads to the node. The order of the nodes in a layer is improved by repeatedly
-sorting the nodes by the mean position of their neighbors. Each node (scope or operation) is aligned with the median of
-its neighbors (Brandes and Köpf 2001). If an edge skips layers of the drawing, each skipped layer contains a narrow
-dummy node for this edge. Because of the dummy nodes, a residual connection is drawn beside its block, not across it.
-The sizes of the boxes are computed later, because they depend on which scopes are expanded in the drawing.
+The layout follows Sugiyama's method for drawing directed graphs in layers. The layer of a node (a
+scope or operation) is the length of the longest path that leads to the node. The order of the nodes
+in a layer is improved by repeatedly sorting the nodes by the mean position of their neighbors. Each
+node (scope or operation) is aligned with the median of its neighbors (Brandes and Köpf 2001). If an
+edge skips layers of the drawing, each skipped layer contains a narrow dummy node for this edge.
+Because of the dummy nodes, a residual connection is drawn beside its block, not across it. The
+sizes of the boxes are computed later, because they depend on which scopes are expanded in the
+drawing.
 """
 
 from __future__ import annotations
@@ -22,24 +24,28 @@ _PORTS = 16  # if more values enter or leave a scope, they share one line
 class Arrangement:
     """The layout inside a scope.
 
-    The layout contains three kinds of nodes: children, ports and dummy nodes. A child is a scope or an operation inside
-    the scope. A port is a point at which values enter or leave the scope. If an edge connects nodes in layers of the
-    drawing that are not adjacent, the edge passes through a dummy node in each layer in between. Nodes are numbered in
-    this order: children of the scope, ports at which values enter the scope, ports at which values leave the scope,
-    dummy nodes.
+    The layout contains three kinds of nodes: children, ports and dummy nodes. A child is a scope or
+    an operation inside the scope. A port is a point at which values enter or leave the scope. If an
+    edge connects nodes in layers of the drawing that are not adjacent, the edge passes through a
+    dummy node in each layer in between. Nodes are numbered in this order: children of the scope,
+    ports at which values enter the scope, ports at which values leave the scope, dummy nodes.
 
     Attributes:
         children: the number of children.
-        entering, leaving: the indices of the values that enter the scope (`entering`) and that leave it (`leaving`). If
-            more than 16 values enter the scope, they share one port (entry point), and `entering` is [-1]. If more than
-            16 values leave the scope, they share one port (exit point), and `leaving` is [-1].
-        layers: for each horizontal layer of the drawing, the indices of its nodes from left to right.
+        entering, leaving: the indices of the values that enter the scope (`entering`) and that
+            leave it (`leaving`). If more than 16 values enter the scope, they share one port (entry
+            point), and `entering` is [-1]. If more than 16 values leave the scope, they share one
+            port (exit point), and `leaving` is [-1].
+        layers: for each horizontal layer of the drawing, the indices of its nodes from left to
+            right.
         lines: for each node, the index of the vertical line on which the node is centered.
-        edges: the edges between nodes, a list of (from node, to node, indices of the values that the edge carries).
-        lanes: the dummy nodes of the edges that skip layers of the drawing. `lanes` maps the index of a node to a tuple
-            (index of the first dummy node, layer of the first dummy node, number of dummy nodes). `lanes` contains a
-            node if one or more of the edges that start at this node skip layers. If several edges of the drawing start
-            at the same node and pass through the same layer, they share one dummy node (placeholder) in this layer.
+        edges: the edges between nodes, a list of (from node, to node, indices of the values that
+        the edge carries). lanes: the dummy nodes of the edges that skip layers of the drawing.
+        `lanes` maps the index of a node to a tuple
+            (index of the first dummy node, layer of the first dummy node, number of dummy nodes).
+            `lanes` contains a node if one or more of the edges that start at this node skip layers.
+            If several edges of the drawing start at the same node and pass through the same layer,
+            they share one dummy node (placeholder) in this layer.
     """
 
     children: int
@@ -52,8 +58,9 @@ class Arrangement:
 
 
 def arrange(flow: Flow) -> tuple[dict[Node, Arrangement], list[Value]]:
-    """Returns the layout of each scope, {scope: `Arrangement`}, and the list of all values that nodes of `flow` read.
-    An `Arrangement` represents each value by its index in the returned list."""
+    """Returns the layout of each scope, {scope: `Arrangement`}, and the list of all values that
+    nodes of `flow` read. An `Arrangement` represents each value by its index in the returned
+    list."""
     values = list(dict.fromkeys(value for value, _ in flow.edges))
     number = {value: i for i, value in enumerate(values)}
     parts: dict[Node, _Part] = {node: _Part() for node in flow.nodes if node.children}
@@ -71,9 +78,10 @@ def chain(node: Node) -> list[Node]:
 
 
 class _Part:
-    """The edges inside a scope, {(from, to): values}. Each end of an edge is a child of the scope, or a port (a point
-    at which a value enters or leaves the scope). A port of a scope is ("in", value) for a value that enters the scope,
-    or ("out", value) for a value that leaves the scope."""
+    """The edges inside a scope, {(from, to): values}. Each end of an edge is a child of the scope,
+    or a port (a point at which a value enters or leaves the scope). A port of a scope is ("in",
+    value) for a value that enters the scope, or ("out", value) for a value that leaves the
+    scope."""
 
     def __init__(self):
         self.edges: dict[tuple, set[int]] = {}
@@ -83,9 +91,9 @@ class _Part:
 
 
 def _project(parts, source: Node, reader: Node, value: int) -> None:
-    """Adds an edge from the node that computes a value (`source`) to the node that reads the value (`reader`). If the
-    two nodes are in different scopes, the edge is split at the boundaries of the scopes, so that each part of the edge
-    is inside one scope."""
+    """Adds an edge from the node that computes a value (`source`) to the node that reads the value
+    (`reader`). If the two nodes are in different scopes, the edge is split at the boundaries of the
+    scopes, so that each part of the edge is inside one scope."""
     up, down = chain(source), chain(reader)
     inside = set(map(id, down))
     top = next(i for i, node in enumerate(up) if id(node) in inside)
@@ -133,8 +141,8 @@ def _arranged(node: Node, part: _Part) -> Arrangement:
 
 
 def _ranks(node, made, count, edges) -> list[int]:
-    """Returns the index of the horizontal layer in which each node (scope, operation or port) is drawn. The top layer
-    has the index 0."""
+    """Returns the index of the horizontal layer in which each node (scope, operation or port) is
+    drawn. The top layer has the index 0."""
     first, last = made.children, made.children + len(made.entering)
     if any(child.kind == "phase" for child in node.children):
         index = [
@@ -180,8 +188,8 @@ def _ranks(node, made, count, edges) -> list[int]:
 
 
 def _layers(made, count, ranks) -> None:
-    """Assigns the nodes to the horizontal layers of the drawing. If an edge skips a layer, a dummy node (a placeholder
-    for the edge) is added to this layer."""
+    """Assigns the nodes to the horizontal layers of the drawing. If an edge skips a layer, a dummy
+    node (a placeholder for the edge) is added to this layer."""
     made.layers = [[] for _ in range(max(ranks, default=0) + 1)]
     for i, rank in enumerate(ranks):
         made.layers[rank].append(i)
@@ -197,19 +205,21 @@ def _layers(made, count, ranks) -> None:
 
 
 def route(made: Arrangement, layer: dict[int, int], a: int, b: int) -> list[int]:
-    """Returns the list of the nodes through which the edge from node `a` to node `b` passes: first the node `a`, then
-    the dummy nodes in the layers between the two nodes, and finally the node `b`."""
+    """Returns the list of the nodes through which the edge from node `a` to node `b` passes: first
+    the node `a`, then the dummy nodes in the layers between the two nodes, and finally the node
+    `b`."""
     first, rank, count = made.lanes.get(a, (0, 0, 0))
     return [a, *(first + k for k in range(count) if rank + k < layer[b]), b]
 
 
 def neighbors(made: Arrangement) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """Returns two results: the layer of each node of the drawing, and the edges between adjacent layers.
+    """Returns two results: the layer of each node of the drawing, and the edges between adjacent
+    layers.
 
-    The first result is a dict that maps the index of each node of the drawing to the index of its horizontal layer. The
-    second result is a list of edges, which are pairs (node, node in the next layer). If an edge skips layers of the
-    drawing, the edge is split into several edges at its dummy nodes. A dummy node is the placeholder of an edge in a
-    skipped layer.
+    The first result is a dict that maps the index of each node of the drawing to the index of its
+    horizontal layer. The second result is a list of edges, which are pairs (node, node in the next
+    layer). If an edge skips layers of the drawing, the edge is split into several edges at its
+    dummy nodes. A dummy node is the placeholder of an edge in a skipped layer.
     """
     layer = {i: r for r, items in enumerate(made.layers) for i in items}
     pieces = {}
@@ -256,7 +266,8 @@ def _order(made) -> None:
 
 
 def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> int:
-    """Returns the number of crossings of the edges `pieces`, which connect nodes in adjacent layers of the drawing."""
+    """Returns the number of crossings of the edges `pieces`, which connect nodes in adjacent layers
+    of the drawing."""
     at = {i: n for items in layers for n, i in enumerate(items)}
     layer = {i: r for r, items in enumerate(layers) for i in items}
     rows: list[list[tuple[int, int]]] = [[] for _ in layers]
@@ -281,12 +292,14 @@ def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> i
 
 
 def _align(made, count) -> None:
-    """Assigns each node of the drawing (child, port or dummy node) to the vertical line on which the node is centered.
+    """Assigns each node of the drawing (child, port or dummy node) to the vertical line on which
+    the node is centered.
 
-    The dummy nodes of an edge are aligned on one vertical line of the drawing. The median neighbor of a node is the
-    middle one, from left to right, of the nodes in an adjacent layer that are connected to the node. Two nodes in
-    adjacent layers are aligned if each of the two nodes is the median neighbor of the other node. Two nodes are not
-    aligned if their edge would cross the edge between two nodes that are already aligned.
+    The dummy nodes of an edge are aligned on one vertical line of the drawing. The median neighbor
+    of a node is the middle one, from left to right, of the nodes in an adjacent layer that are
+    connected to the node. Two nodes in adjacent layers are aligned if each of the two nodes is the
+    median neighbor of the other node. Two nodes are not aligned if their edge would cross the edge
+    between two nodes that are already aligned.
     """
     layer, pieces = neighbors(made)
     at = {i: n for items in made.layers for n, i in enumerate(items)}

@@ -24,14 +24,17 @@ _TOLERANCE = 1e-5  # for float32; for other dtypes, it is proportional to their 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The difference between two programs in one named value, such as the output of a layer (see `transforms.sites`).
+    """The difference between two programs in one named value, such as the output of a layer (see
+    `transforms.sites`).
 
     Attributes:
-        name: the name of the value in the first program, or "result" for the result of the programs. A named value that
-            is computed in a `lax.scan` has one `Difference` for each iteration of the scan.
+        name: the name of the value in the first program, or "result" for the result of the
+            programs. A named value that is computed in a `lax.scan` has one `Difference` for each
+            iteration of the scan.
         other: the name of the value in the second program, or "result".
-        error: max |a - b| / max |b|, where a and b are the values in the first and second program. The error is
-            infinite if the shapes differ, or if an element is finite in only one of the two programs.
+        error: max |a - b| / max |b|, where a and b are the values in the first and second program.
+            The error is infinite if the shapes differ, or if an element is finite in only one of
+            the two programs.
         tolerance: the largest error with which the values of the two programs count as equal.
         types: the dtype and shape of the value in the first and in the second program, as text.
 
@@ -56,11 +59,12 @@ class Comparison:
     """The result of `compare`; `str()` returns a table.
 
     Attributes:
-        rows: one `Difference` for each pair of corresponding named values, such as the outputs of two layers, in the
-            order of computation in the first program. The last row is the `Difference` between the results of the two
-            programs.
-        only: two tuples of names: the named values of the first program that have no counterpart in the second program,
-            and the named values of the second program that have no counterpart in the first program.
+        rows: one `Difference` for each pair of corresponding named values, such as the outputs of
+            two layers, in the order of computation in the first program. The last row is the
+            `Difference` between the results of the two programs.
+        only: two tuples of names: the named values of the first program that have no counterpart in
+            the second program, and the named values of the second program that have no counterpart
+            in the first program.
 
     >>> f = lambda x: ft.tag(2 * x, "double").sum()
     >>> g = lambda x: ft.tag(x + x, "double").sum()
@@ -73,7 +77,8 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first row in `rows` whose error exceeds the tolerance, or None if no error exceeds the tolerance."""
+        """The first row in `rows` whose error exceeds the tolerance, or None if no error exceeds
+        the tolerance."""
         return next((row for row in self.rows if not row.equal), None)
 
     def __str__(self):
@@ -116,24 +121,27 @@ def compare(
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
-    `compare` forms pairs of named values (sites) of the two programs in three steps. First, two named values form a
-    pair if they have the same name. Second, the remaining named values form pairs if they are nearly equal. Third, the
-    named values that are still unpaired form pairs if they have the same shape. When `compare` forms pairs by value or
-    shape, it keeps the order in which the two programs compute the values, as in an alignment of two sequences. Because
-    named values with different names can form a pair, `compare` can also compare implementations of a model in two
-    libraries. The argument `names` specifies pairs of named values explicitly.
+    `compare` forms pairs of named values (sites) of the two programs in three steps. First, two
+    named values form a pair if they have the same name. Second, the remaining named values form
+    pairs if they are nearly equal. Third, the named values that are still unpaired form pairs if
+    they have the same shape. When `compare` forms pairs by value or shape, it keeps the order in
+    which the two programs compute the values, as in an alignment of two sequences. Because named
+    values with different names can form a pair, `compare` can also compare implementations of a
+    model in two libraries. The argument `names` specifies pairs of named values explicitly.
 
     Args:
         f: a function that contains named values (sites, see `transforms.sites`).
         g: the reference, a function of the same arguments as f.
-        args: the arguments. The functions f and g run once on the arguments `args`, and the values of all sites (named
-            values) are kept in memory.
-        names: {regular expression: replacement}, which maps names of values in f to names of values in g. If a regular
-            expression matches the whole name of a value in f, the name of the corresponding value in g is
-            `re.sub(expression, replacement, name)`. By default, no names are replaced.
-        tolerance: the largest relative error with which two values count as equal. Default: 1e-5 for float32, a value
-            proportional to the machine epsilon for other floating-point dtypes, and 0 for integers. If two compared
-            values have different dtypes, the larger of the default tolerances for the two dtypes is used.
+        args: the arguments. The functions f and g run once on the arguments `args`, and the values
+            of all sites (named values) are kept in memory.
+        names: {regular expression: replacement}, which maps names of values in f to names of values
+            in g. If a regular expression matches the whole name of a value in f, the name of the
+            corresponding value in g is `re.sub(expression, replacement, name)`. By default, no
+            names are replaced.
+        tolerance: the largest relative error with which two values count as equal. Default: 1e-5
+            for float32, a value proportional to the machine epsilon for other floating-point
+            dtypes, and 0 for integers. If two compared values have different dtypes, the larger of
+            the default tolerances for the two dtypes is used.
 
     Returns:
         A `Comparison`.
@@ -186,8 +194,8 @@ class _Run:
 
 
 def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
-    """Returns pairs (name of a value in f, name of a value in g), in the order of computation in f. The docstring of
-    `compare` describes how pairs are formed."""
+    """Returns pairs (name of a value in f, name of a value in g), in the order of computation in f.
+    The docstring of `compare` describes how pairs are formed."""
     pairs, free = {}, set(others)
     for pattern, replacement in names.items():
         for name in mine:
@@ -196,7 +204,8 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
                 if other not in free:
                     near = difflib.get_close_matches(other, others, 3, 0.3) or others[:3]
                     raise ValueError(
-                        f"compare: names give {other!r} for {name!r}, and the second function has no such "
+                        f"compare: names give {other!r} for {name!r}, and the second function has "
+                        f"no such "
                         f"site left; nearest: {', '.join(map(repr, near))}"
                     )
                 pairs[name] = other
@@ -216,9 +225,9 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
 
 
 def _aligned(mine, others) -> list[tuple[int, int]]:
-    """Returns the pairs (index in `mine`, index in `others`) of corresponding values. The function first pairs nearly
-    equal values of the two lists, and then pairs remaining values that have the same shape. The indices in both lists
-    increase from each pair to the next."""
+    """Returns the pairs (index in `mine`, index in `others`) of corresponding values. The function
+    first pairs nearly equal values of the two lists, and then pairs remaining values that have the
+    same shape. The indices in both lists increase from each pair to the next."""
     shapes = [
         [str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)
     ]
@@ -243,8 +252,8 @@ def _aligned(mine, others) -> list[tuple[int, int]]:
 
 
 def _common(equal) -> list[tuple[int, int]]:
-    """Returns the longest common subsequence of two sequences as pairs of indices. `equal[i][j]` states whether element
-    i of the first sequence equals element j of the second."""
+    """Returns the longest common subsequence of two sequences as pairs of indices. `equal[i][j]`
+    states whether element i of the first sequence equals element j of the second."""
     rows, columns = len(equal), len(equal[0]) if equal else 0
     best = np.zeros((rows + 1, columns + 1), int)
     for i in reversed(range(rows)):
@@ -265,7 +274,8 @@ def _common(equal) -> list[tuple[int, int]]:
 
 
 def _iterations(group, runs, tolerance) -> list[Difference]:
-    """Returns a `Difference` for each iteration of a scan and each pair of named values inside the scan."""
+    """Returns a `Difference` for each iteration of a scan and each pair of named values inside the
+    scan."""
     length, rows = runs[0].sites[group[0][0]].scans[0], []
     for i in range(length):
         for a, b in group:

@@ -1,4 +1,5 @@
-"""A program as SVG, with some scopes expanded. layout.js and graph.js draw the same picture in the browser."""
+"""A program as SVG, with some scopes expanded. layout.js and graph.js draw the same picture in the
+browser."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Drawing:
         values: the values that edges carry.
         expanded: the scopes whose contents are drawn, not only their boxes.
         line: a function that returns the second line of text of a node.
-        share: a function that returns a node's share of the total cost, which determines the node's color.
+        share: a function that returns a node's share of the total cost, which determines the node's
+            color.
     """
 
     def __init__(
@@ -119,8 +121,8 @@ class Drawing:
         )
 
     def _inside(self, node, x, y, top, bottom, flip=False) -> None:
-        """Draws the children of a scope. The upper left corner of the area that contains the children is (x, y), and
-        the scope's box extends vertically from `top` to `bottom`."""
+        """Draws the children of a scope. The upper left corner of the area that contains the
+        children is (x, y), and the scope's box extends vertically from `top` to `bottom`."""
         made, placed = self.made[node], self.placed[node]
         layer, _ = neighbors(made)
         turn = (lambda v: y + placed.height - v) if flip else (lambda v: y + v)
@@ -129,9 +131,9 @@ class Drawing:
         labels: dict[tuple, tuple[float, float, set]] = {}
 
         def end(i, value, leaving):
-            """Returns the coordinates at which the line for `value` starts (if `leaving` is True) or ends. `i` is the
-            index of the child node or port (point where values enter or leave the scope) at which the line starts or
-            ends."""
+            """Returns the coordinates at which the line for `value` starts (if `leaving` is True)
+            or ends. `i` is the index of the child node or port (point where values enter or leave
+            the scope) at which the line starts or ends."""
             at, level = x + placed.x[i], turn(placed.y[i])
             if i >= made.children:
                 return at, level
@@ -184,8 +186,8 @@ class Drawing:
             )
 
     def port(self, node: Node, value: int, leaving: bool) -> float:
-        """Returns the x coordinate at which a value enters or leaves an expanded scope, relative to the scope's
-        center."""
+        """Returns the x coordinate at which a value enters or leaves an expanded scope, relative to
+        the scope's center."""
         made, placed = self.made[node], self.placed[node]
         ports, first = (
             (made.leaving, made.children + len(made.entering))
@@ -197,8 +199,9 @@ class Drawing:
         return placed.x[first + (ports.index(value) if value in ports else 0)] - placed.width / 2
 
     def _columns(self, root) -> tuple[float, float]:
-        """Draws the phases (forward, backward, update) of a training step side by side. The forward pass and the update
-        of the parameters are drawn from top to bottom, and the backward pass is drawn from bottom to top."""
+        """Draws the phases (forward, backward, update) of a training step side by side. The forward
+        pass and the update of the parameters are drawn from top to bottom, and the backward pass is
+        drawn from bottom to top."""
         made, pad, down = self.made[root], SIZES["pad"], SIZES["down"]
         phase = [i for i, child in enumerate(root.children) if child.kind == "phase"]
         layer = {i: r for r, items in enumerate(made.layers) for i in items}
@@ -282,9 +285,10 @@ class Drawing:
 
 
 def rounded(corners: list[tuple[float, float]], radius: float = 9) -> str:
-    """Returns the SVG path data of the lines that connect the points `corners`. Each point except the first and the
-    last is replaced by a curve, which begins and ends at a distance of at most `radius` from the point. If the distance
-    of such a point from the previous or the next point is less than 1, the point is omitted."""
+    """Returns the SVG path data of the lines that connect the points `corners`. Each point except
+    the first and the last is replaced by a curve, which begins and ends at a distance of at most
+    `radius` from the point. If the distance of such a point from the previous or the next point is
+    less than 1, the point is omitted."""
     path = f"M{corners[0][0]:.1f} {corners[0][1]:.1f}"
     for (px, py), (x, y), (nx, ny) in zip(corners, corners[1:], corners[2:]):
         a, b = abs(px - x) + abs(py - y), abs(nx - x) + abs(ny - y)

@@ -1,4 +1,5 @@
-"""The data flow of a program: its operations as a tree of scopes, loops and branches, and the readers of each value."""
+"""The data flow of a program: its operations as a tree of scopes, loops and branches, and the
+readers of each value."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ class Node:
 
     Attributes:
         name: the last segment of the path of the node, or the name of the primitive.
-        kind: "scope", "operation", "scan", "while", "cond", "shard_map", "input" or "result". The kind is "body" for
-            each branch of a conditional, for the condition of a while loop, and for the body of a while loop. The
-            forward pass, backward pass and update of a training step have the kind "phase".
+        kind: "scope", "operation", "scan", "while", "cond", "shard_map", "input" or "result". The
+            kind is "body" for each branch of a conditional, for the condition of a while loop, and
+            for the body of a while loop. The forward pass, backward pass and update of a training
+            step have the kind "phase".
         path: the named scopes.
         phase: the phase of the node: "forward", "backward", "recomputed" or "update".
         badge: a label, such as "× 12" for the body of a scan over 12 layers.
@@ -35,12 +37,13 @@ class Node:
         parent: the node that contains this node, or None.
         children: the nodes inside this node, in the order of the program.
         cost: FLOPs and bytes of all runs of an operation, or of all operations inside the node.
-        seconds: the lower bound of the node's time (see `hardware.roofline`), or None if it is unknown.
+        seconds: the lower bound of the node's time (see `hardware.roofline`), or None if it is
+            unknown.
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
         kept_bytes: bytes of the activations that the node stores for the backward pass.
         reads: names of the parameters that the node reads.
-        type: the dtype and shape of an argument or a result, as text. If the node is an operation, `type` is the dtype
-            and shape of its first output.
+        type: the dtype and shape of an argument or a result, as text. If the node is an operation,
+            `type` is the dtype and shape of its first output.
         id: the index of the node in `Flow.nodes`.
     """
 
@@ -72,8 +75,9 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """A value of a program: an output of an operation, or an argument. `type` is the dtype and shape that the readers
-    of the value receive. In a scan, `type` is the dtype and shape of the value in one iteration."""
+    """A value of a program: an output of an operation, or an argument. `type` is the dtype and
+    shape that the readers of the value receive. In a scan, `type` is the dtype and shape of the
+    value in one iteration."""
 
     source: Node
     output: int
@@ -90,11 +94,12 @@ class Flow:
         nodes: all nodes; a node precedes the nodes that it contains.
         edges: the pairs (value, node that reads the value), in order.
         two_passes: whether the program contains a backward pass.
-        counted: the `Count` of the program. Each scope path in `counted` begins with the index of an operation in
-            `ops`.
+        counted: the `Count` of the program. Each scope path in `counted` begins with the index of
+            an operation in `ops`.
         ops: all operations.
-        hidden: a dict {name of a parameter or constant: (type, reader)}, where `reader` is the first node that reads
-            the parameter or constant, or None if no node reads it. Parameters and constants are not drawn as inputs.
+        hidden: a dict {name of a parameter or constant: (type, reader)}, where `reader` is the
+            first node that reads the parameter or constant, or None if no node reads it. Parameters
+            and constants are not drawn as inputs.
         notes: the reasons why some costs are not exact.
     """
 
@@ -130,8 +135,8 @@ def read_flow(
     Args:
         traced: the call.
         names: the names of the arrays among the arguments of the call.
-        hidden: for each array, a bool that is True if the array (for example a parameter) is not drawn as an input of
-            the program.
+        hidden: for each array, a bool that is True if the array (for example a parameter) is not
+            drawn as an input of the program.
         results: the names of the call's results.
     """
     program, frame = traced.closed.jaxpr, jaxpr.read(traced.closed.jaxpr)
@@ -188,8 +193,8 @@ def read_flow(
 
 
 def _notes(notes, ops) -> tuple[str, ...]:
-    """Replaces the indices of operations in the texts `notes` by the scope paths of the operations. The texts `notes`
-    state why the counted FLOPs and bytes are not exact (see `Count.notes`)."""
+    """Replaces the indices of operations in the texts `notes` by the scope paths of the operations.
+    The texts `notes` state why the counted FLOPs and bytes are not exact (see `Count.notes`)."""
 
     def readable(note):
         before, quote, rest = note.partition(" in '")
@@ -203,10 +208,11 @@ def _notes(notes, ops) -> tuple[str, ...]:
 
 
 def _group(name, nodes):
-    """Groups the inputs or the results of a program by the prefixes of their names ("block" for "block/kernel").
+    """Groups the inputs or the results of a program by the prefixes of their names ("block" for
+    "block/kernel").
 
-    If the program has at most four inputs (or at most four results), the function returns their nodes without grouping
-    them.
+    If the program has at most four inputs (or at most four results), the function returns their
+    nodes without grouping them.
     """
     if len(nodes) <= 4:
         return nodes
@@ -219,9 +225,9 @@ def _group(name, nodes):
 def _name_parts(node) -> None:
     """Simplifies the nodes of a scope that `nest` has split into several nodes.
 
-    If `nest` has split a scope, and one of the resulting nodes contains only one inner scope, the inner scope replaces
-    this node. For example, if the second node of the scope "stem" contains only the scope "pool", the second node is
-    drawn as the scope "stem/pool".
+    If `nest` has split a scope, and one of the resulting nodes contains only one inner scope, the
+    inner scope replaces this node. For example, if the second node of the scope "stem" contains
+    only the scope "pool", the second node is drawn as the scope "stem/pool".
     """
     paths, names = [child.path for child in node.children], {child.name for child in node.children}
     for i, child in enumerate(node.children):
@@ -237,9 +243,9 @@ def _name_parts(node) -> None:
 
 
 def _join_loops(node, ends) -> None:
-    """Merges a scope and the loop, cond or shard_map inside it into one node, if the scope contains no other node, and
-    no edge starts or ends at the loop, cond or shard_map itself. For example, the scope of a `Stack` contains only a
-    scan."""
+    """Merges a scope and the loop, cond or shard_map inside it into one node, if the scope contains
+    no other node, and no edge starts or ends at the loop, cond or shard_map itself. For example,
+    the scope of a `Stack` contains only a scan."""
     for child in node.children:
         _join_loops(child, ends)
     if len(node.children) == 1 and node.kind == "scope" and node.parent is not None:
@@ -272,8 +278,9 @@ class _Reader:
     """Collects the nodes and edges of a program.
 
     Attributes:
-        ops: the nodes of all operations of the program. To count the cost of each operation separately, the scope path
-            of each operation is replaced by the operation's index in the list `ops`.
+        ops: the nodes of all operations of the program. To count the cost of each operation
+            separately, the scope path of each operation is replaced by the operation's index in the
+            list `ops`.
         values: {(node that computes the value, index of its output, type): `Value`}.
     """
 
@@ -301,20 +308,22 @@ class _Reader:
         times: int,
         outermost: Sequence[str] | None = None,
     ) -> tuple[Frame, bool]:
-        """Adds the operations of `frame` (a jaxpr) to the children of the node `owner`, whose scope path is `base`.
+        """Adds the operations of `frame` (a jaxpr) to the children of the node `owner`, whose scope
+        path is `base`.
 
         Args:
-            env: a dict {id of a value: (sources, names)}. The tuple `sources` contains a tuple (node, index of the
-                node's output) for each node that computes the value. The value may be a copy of any parameter or
-                constant whose name is in `names`. For each value that the jaxpr computes, the method `frame` adds a key
-                to the dict `env`.
-            outermost: the names of the program's results if `frame` is the jaxpr of the whole program, or None if
-                `frame` is an inner jaxpr, such as the body of a loop.
+            env: a dict {id of a value: (sources, names)}. The tuple `sources` contains a tuple
+                (node, index of the node's output) for each node that computes the value. The value
+                may be a copy of any parameter or constant whose name is in `names`. For each value
+                that the jaxpr computes, the method `frame` adds a key to the dict `env`.
+            outermost: the names of the program's results if `frame` is the jaxpr of the whole
+                program, or None if `frame` is an inner jaxpr, such as the body of a loop.
 
         Returns:
-            A tuple (copy of `frame`, mixed). In the copy of `frame` (a jaxpr as a list of operations), the scope path
-            of each operation is replaced by the operation's index in the list `self.ops`. `mixed` is True if the jaxpr
-            contains operations of the backward pass and also other operations.
+            A tuple (copy of `frame`, mixed). In the copy of `frame` (a jaxpr as a list of
+            operations), the scope path of each operation is replaced by the operation's index in
+            the list `self.ops`. `mixed` is True if the jaxpr contains operations of the backward
+            pass and also other operations.
         """
         of_op = phases(frame, outermost, {i: names for i, (_, names) in env.items() if names})
         mixed = any(phase == BACKWARD for phase, _ in of_op) and any(
@@ -351,7 +360,8 @@ class _Reader:
         return Frame(copies, frame.results), mixed
 
     def op(self, op: Op, node: Node, env, index) -> Op:
-        """Connects an operation with the nodes that compute its inputs, and reads the jaxprs inside it."""
+        """Connects an operation with the nodes that compute its inputs, and reads the jaxprs inside
+        it."""
         inside = set()
         bodies = []
         whole = all(body.inputs is not None for body, _ in op.bodies)
@@ -409,7 +419,8 @@ def _segments(op: Op, base: str) -> tuple[str, ...]:
 
 
 def argument_names(args: tuple, kwargs: dict, count: int) -> list[str]:
-    """Returns a name for each array in the arguments of a call, such as "0/image" for the key "image" of argument 0."""
+    """Returns a name for each array in the arguments of a call, such as "0/image" for the key
+    "image" of argument 0."""
     leaves = [
         (path, leaf)
         for path, leaf in jax.tree.leaves_with_path((args, kwargs))

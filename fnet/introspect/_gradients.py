@@ -21,15 +21,16 @@ _STEPS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Slope:
-    """The derivative of a function with respect to one leaf of its first argument, along one direction.
+    """The derivative of a function with respect to one leaf of its first argument, along one
+    direction.
 
     Attributes:
         path: the path of the leaf.
         derivative: the derivative of the function along the direction, computed with `jax.grad`.
         difference: a finite-difference estimate of the derivative.
         uncertainty: the estimated error of the finite difference, caused by rounding and curvature.
-        smallest: the lower bound of the denominator of the relative error. Rounding errors dominate derivatives that
-            are smaller than `smallest`.
+        smallest: the lower bound of the denominator of the relative error. Rounding errors dominate
+            derivatives that are smaller than `smallest`.
 
     >>> rows = introspect.check_gradient(lambda w: jnp.sum(w["a"] ** 2), {"a": jnp.arange(3.0)}).rows
     >>> rows[0].path, bool(abs(rows[0].derivative - rows[0].difference) < 1e-3)
@@ -46,9 +47,10 @@ class Slope:
     def error(self) -> float:
         """The relative difference between the derivative and the finite difference.
 
-        The relative difference is max(0, |derivative - difference| - 4 uncertainty) / max(|derivative|, |difference|,
-        smallest), where `difference` is the finite difference. Because the finite difference is not exact, four times
-        its estimated error (`uncertainty`) is subtracted from |derivative - difference|.
+        The relative difference is max(0, |derivative - difference| - 4 uncertainty) /
+        max(|derivative|, |difference|, smallest), where `difference` is the finite difference.
+        Because the finite difference is not exact, four times its estimated error (`uncertainty`)
+        is subtracted from |derivative - difference|.
         """
         excess = max(0.0, abs(self.derivative - self.difference) - 4 * self.uncertainty)
         if not np.isfinite([self.derivative, self.difference]).all():
@@ -110,21 +112,23 @@ class GradientCheck:
 def check_gradient(
     f: Callable, *args: Any, tolerance: float = 1e-3, seed: int = 0
 ) -> GradientCheck:
-    """Compares derivatives of `f`, with respect to each leaf of its first argument, with finite differences.
+    """Compares derivatives of `f`, with respect to each leaf of its first argument, with finite
+    differences.
 
         report = introspect.check_gradient(loss, params, batch)
         assert report.equal, report
 
-    For each leaf x and a random direction d of norm 1, the finite difference (f(x + h d) - f(x - h d)) / 2h is computed
-    for a decreasing sequence of step sizes h. The report contains the finite difference that differs least from the
-    finite difference of the previous step size. If f can run in float64, it is evaluated in float64.
+    For each leaf x and a random direction d of norm 1, the finite difference (f(x + h d) - f(x - h
+    d)) / 2h is computed for a decreasing sequence of step sizes h. The report contains the finite
+    difference that differs least from the finite difference of the previous step size. If f can run
+    in float64, it is evaluated in float64.
 
     Args:
-        f: a function with floating-point results. If the result is not a scalar, a random linear combination of the
-            results is differentiated.
+        f: a function with floating-point results. If the result is not a scalar, a random linear
+            combination of the results is differentiated.
         args: the arguments of f. The floating-point leaves of the first argument are checked.
-        tolerance: the largest relative error with which a derivative and a finite difference count as equal. Default
-            1e-3.
+        tolerance: the largest relative error with which a derivative and a finite difference count
+            as equal. Default 1e-3.
         seed: the seed of the random directions. Default 0.
 
     Returns:
@@ -191,7 +195,8 @@ def _check(f, args, tolerance, seed) -> GradientCheck:
 
 
 def _sum(result, seed):
-    """Returns a random linear combination of the floating-point results. A scalar result is returned unchanged."""
+    """Returns a random linear combination of the floating-point results. A scalar result is
+    returned unchanged."""
     arrays = [x for x in jax.tree.leaves(result) if _real(x)]
     if not arrays:
         raise TypeError("check_gradient: the function returns nothing of a floating-point dtype")

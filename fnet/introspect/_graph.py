@@ -1,4 +1,5 @@
-"""The function `graph`, which draws a program as a graph of its named scopes. The output is HTML, SVG or DOT."""
+"""The function `graph`, which draws a program as a graph of its named scopes. The output is HTML,
+SVG or DOT."""
 
 from __future__ import annotations
 
@@ -33,10 +34,12 @@ class Graph:
     """The result of `graph`. In a Jupyter notebook, the graph is shown as SVG.
 
     Attributes:
-        root: the whole program as a tree. The nodes of the tree are scopes, operations, loops, branches, arguments and
-            results. A node has `name`, `path`, `kind`, `children`, `cost`, `parameters`, `kept_bytes` and `seconds`.
+        root: the whole program as a tree. The nodes of the tree are scopes, operations, loops,
+            branches, arguments and results. A node has `name`, `path`, `kind`, `children`, `cost`,
+            `parameters`, `kept_bytes` and `seconds`.
         nodes: all nodes; a node precedes the nodes that it contains.
-        edges: pairs (value, node that reads the value). `value.source` is the node that computes the value.
+        edges: pairs (value, node that reads the value). `value.source` is the node that computes
+            the value.
         chip: the chip for which `seconds`, the roofline time, is computed.
         notes: the reasons why some figures are not exact.
 
@@ -61,7 +64,8 @@ class Graph:
         return f"<graph of {self._title}: {len(self.nodes)} nodes, {len(self.edges)} edges>"
 
     def html(self) -> str:
-        """Returns an HTML page with all scopes; the outer scopes are expanded. The HTML page loads no other files."""
+        """Returns an HTML page with all scopes; the outer scopes are expanded. The HTML page loads
+        no other files."""
         return _graph_page.page(
             self, self._expanded(), self._made, self._values, self._color, self._title
         )
@@ -112,40 +116,45 @@ def graph(
     train: bool = False,
     **options: Any,
 ) -> Graph:
-    """Draws a program as a graph of its named scopes. The function `graph` does not run or compile the program.
+    """Draws a program as a graph of its named scopes. The function `graph` does not run or compile
+    the program.
 
         introspect.graph(model, x, "graph.html")                       # a layer, or a flax.nnx module, and its inputs
         introspect.graph(step, state, batch, "step.html")              # a complete training step
         introspect.graph(model, x, "model.svg", depth=2)
 
-    The HTML page shows scopes as boxes that can be expanded by click or key, down to single operations. The color of a
-    box shows its share of the program's cost. Edges of the graph are labeled with the shapes and dtypes of values. A
-    scan, such as a `Stack` of equal layers, is drawn once, with the number of iterations, such as "× 12". In the graph
-    of a training step, the forward pass runs from top to bottom, and the backward pass runs beside the forward pass
-    from bottom to top. In the graph of a training step, the update of the parameters follows the backward pass.
+    The HTML page shows scopes as boxes that can be expanded by click or key, down to single
+    operations. The color of a box shows its share of the program's cost. Edges of the graph are
+    labeled with the shapes and dtypes of values. A scan, such as a `Stack` of equal layers, is
+    drawn once, with the number of iterations, such as "× 12". In the graph of a training step, the
+    forward pass runs from top to bottom, and the backward pass runs beside the forward pass from
+    bottom to top. In the graph of a training step, the update of the parameters follows the
+    backward pass.
 
-    In the graph of a program, parameters and constants are not drawn as boxes. A box lists the parameters and constants
-    that it reads. The first argument of a function is assumed to be its parameters if this argument contains several
-    arrays and there are further arguments.
+    In the graph of a program, parameters and constants are not drawn as boxes. A box lists the
+    parameters and constants that it reads. The first argument of a function is assumed to be its
+    parameters if this argument contains several arrays and there are further arguments.
 
     Args:
-        f: a layer, a `flax.nnx.Module`, or a function. Scopes in a function come from models of fnet, Flax, Equinox or
-            Haiku, or from `jax.named_scope`.
-        args: the arguments of f (arrays or `jax.ShapeDtypeStruct`s), optionally followed by the path of an output
-            file. The graph is written to the output file, whose name must end in .html, .svg or .dot.
-        depth: the number of levels of scopes that are expanded in the initial view. Default: the largest number of
-            levels for which at most 28 boxes are shown.
-        color: the quantity that determines the color of a box: "flops" (default), "bytes" (after fusion) or "time" (the
-            roofline time, see `hardware.roofline`).
-        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: this machine's chip.
-        train: whether a layer is called with train=True. Default False.
+        f: a layer, a `flax.nnx.Module`, or a function. Scopes in a function come from models of
+            fnet, Flax, Equinox or Haiku, or from `jax.named_scope`.
+        args: the arguments of f (arrays or `jax.ShapeDtypeStruct`s), optionally followed by the
+            path of an output file. The graph is written to the output file, whose name must end in
+            .html, .svg or .dot.
+        depth: the number of levels of scopes that are expanded in the initial view. Default: the
+            largest number of levels for which at most 28 boxes are shown.
+        color: the quantity that determines the color of a box: "flops" (default), "bytes" (after
+            fusion) or "time" (the roofline time, see `hardware.roofline`).
+        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default:
+        this machine's chip. train: whether a layer is called with train=True. Default False.
         options: keyword arguments of f.
 
     Returns:
         A `Graph`.
 
     Raises:
-        ValueError: `color` or `depth` is invalid, or the path of the file does not end in .html, .svg or .dot.
+        ValueError: `color` or `depth` is invalid, or the path of the file does not end in .html,
+            .svg or .dot.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> drawn = graph(model, jnp.ones((3, 5)))
@@ -284,8 +293,9 @@ def _results(traced, of_layer) -> list[str]:
 
 
 def _add_parameters(flow: Flow) -> None:
-    """Adds each parameter to the parameter count of its named scope. For example, the parameter "params/block/kernel"
-    is counted in the scope "block". A parameter that belongs to no scope is counted in the first node that reads it."""
+    """Adds each parameter to the parameter count of its named scope. For example, the parameter
+    "params/block/kernel" is counted in the scope "block". A parameter that belongs to no scope is
+    counted in the first node that reads it."""
     by_path: dict[str, Node] = {}
     for node in flow.nodes:
         if node.children and node.path:
@@ -386,8 +396,8 @@ _SHORT = {
 
 
 def second_line(node: Node) -> str:
-    """Returns the second line of a box in the drawn graph: text such as "3 matmul · 1.2 GFLOP" for a scope, or the type
-    of an argument or result."""
+    """Returns the second line of a box in the drawn graph: text such as "3 matmul · 1.2 GFLOP" for
+    a scope, or the type of an argument or result."""
     if node.kind in ("input", "result"):
         return node.type
     if not node.children:
@@ -420,8 +430,9 @@ def _main(node: Node) -> str:
 
 
 def first_view(root: Node, depth: int | None) -> set[Node]:
-    """Returns the scopes that are expanded in the initial view of a graph: all scopes down to the level `depth`. If
-    `depth` is None, scopes are expanded level by level, as long as the drawing shows at most `_VISIBLE` boxes."""
+    """Returns the scopes that are expanded in the initial view of a graph: all scopes down to the
+    level `depth`. If `depth` is None, scopes are expanded level by level, as long as the drawing
+    shows at most `_VISIBLE` boxes."""
     expanded, level, visible = {root}, [root], len(root.children)
     for _ in range(200 if depth is None else depth):
         level = [child for node in level for child in node.children if child.children]

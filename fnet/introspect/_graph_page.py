@@ -1,4 +1,5 @@
-"""The page of a graph: data for graph.js, and a table of all scopes, which is also shown without JavaScript."""
+"""The page of a graph: data for graph.js, and a table of all scopes, which is also shown without
+JavaScript."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def page(
 
 
 class _Strings(dict):
-    """A dict {string: index} of the strings of a page, so that the page contains each string only once."""
+    """A dict {string: index} of the strings of a page, so that the page contains each string only
+    once."""
 
     def __missing__(self, text):
         self[text] = len(self)

@@ -1,4 +1,5 @@
-"""The operations of a compiled program: their paths and phases, from the HLO that a profile contains."""
+"""The operations of a compiled program: their paths and phases, from the HLO that a profile
+contains."""
 
 from __future__ import annotations
 
@@ -45,9 +46,10 @@ class Operation:
     Attributes:
         name: the name of the HLO instruction.
         opcode: the operation code of the instruction, such as "fusion" or "dot".
-        path, phase: the path and phase (such as "forward") of the operation. For a fusion, `path` and `phase` are those
-            of its root operation.
-        paths: the paths of all operations inside a fusion, except operations without arithmetic, such as reshapes.
+        path, phase: the path and phase (such as "forward") of the operation. For a fusion, `path`
+            and `phase` are those of its root operation.
+        paths: the paths of all operations inside a fusion, except operations without arithmetic,
+            such as reshapes.
     """
 
     name: str
@@ -58,7 +60,8 @@ class Operation:
 
     @property
     def container(self) -> bool:
-        """Whether this operation does no work itself. For example, a while loop only runs the operations inside it."""
+        """Whether this operation does no work itself. For example, a while loop only runs the
+        operations inside it."""
         return self.opcode in CONTAINERS
 
 
@@ -139,11 +142,12 @@ def _inside(each, computations) -> Iterable[_Instruction]:
 
 
 def _name_the_nameless(computations, every, roots) -> None:
-    """Assigns a name to each HLO operation that has none, for example because the compiler inserted the operation.
+    """Assigns a name to each HLO operation that has none, for example because the compiler inserted
+    the operation.
 
-    A fusion without a name gets the name of its root operation. An unnamed operation that is not a fusion gets the name
-    of an operation that reads its result. If no operation with a name reads the result of an unnamed operation, the
-    unnamed operation gets the name of one of its operands.
+    A fusion without a name gets the name of its root operation. An unnamed operation that is not a
+    fusion gets the name of an operation that reads its result. If no operation with a name reads
+    the result of an unnamed operation, the unnamed operation gets the name of one of its operands.
     """
     for each in every.values():
         if not each.op_name and each.opcode == "fusion":
@@ -158,8 +162,9 @@ def _name_the_nameless(computations, every, roots) -> None:
                 users.setdefault(i, []).append(each)
         operands = lambda each: [every[i] for i in each.operands if i in every]
         named = lambda near: next((other.op_name for other in near if other.op_name), "")
-        # Readers come later in the list than operands. In reverse order, each operation gets its reader's name, even if
-        # the reader itself was nameless. In forward order, the same applies to names of operands.
+        # Readers come later in the list than operands. In reverse order, each operation gets its
+        # reader's name, even if the reader itself was nameless. In forward order, the same applies
+        # to names of operands.
         for each in reversed(instructions):
             each.op_name = each.op_name or named(users.get(each.id, ()))
         for each in instructions:
@@ -169,11 +174,12 @@ def _name_the_nameless(computations, every, roots) -> None:
 def _phases(computations, every, entry) -> None:
     """Sets the phase (forward, backward, ...) of every operation.
 
-    In a program without derivatives, every operation has the phase "forward". In a program with derivatives, an
-    operation outside of the differentiated function has the phase "optimizer" if it depends on the result of a backward
-    pass. An operation whose result is read only by the optimizer, such as a learning rate schedule, also has the phase
-    "optimizer". Outside of the differentiated function and the optimizer, operations in a named scope have the phase
-    "forward", and operations without a scope have the phase "other".
+    In a program without derivatives, every operation has the phase "forward". In a program with
+    derivatives, an operation outside of the differentiated function has the phase "optimizer" if it
+    depends on the result of a backward pass. An operation whose result is read only by the
+    optimizer, such as a learning rate schedule, also has the phase "optimizer". Outside of the
+    differentiated function and the optimizer, operations in a named scope have the phase "forward",
+    and operations without a scope have the phase "other".
     """
     trained = any(_DIFFERENTIATED.search(each.op_name) for each in every.values())
 
@@ -209,7 +215,8 @@ def _phases(computations, every, entry) -> None:
 
 
 def _only_read_by(instructions, phase: str) -> None:
-    """Assigns `phase` to an operation without a phase if all operations that read its result have the phase `phase`."""
+    """Assigns `phase` to an operation without a phase if all operations that read its result have
+    the phase `phase`."""
     users: dict[int, list[_Instruction]] = {}
     for each in instructions:
         for i in each.operands:

@@ -27,7 +27,8 @@ class Kept(NamedTuple):
 def kept_activations(f: Callable, params: Any, *inputs: Any) -> list[Kept]:
     """Returns the values that `f` computes and stores for its derivative with respect to `params`.
 
-    The returned values are those that `jax.ad_checkpoint.print_saved_residuals` lists as outputs of operations.
+    The returned values are those that `jax.ad_checkpoint.print_saved_residuals` lists as outputs of
+    operations.
     """
 
     def linear(params, *inputs):

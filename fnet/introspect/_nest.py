@@ -1,4 +1,5 @@
-"""Groups operations by named scope, and splits a scope into several groups to avoid cyclic dependencies."""
+"""Groups operations by named scope, and splits a scope into several groups to avoid cyclic
+dependencies."""
 
 from __future__ import annotations
 
@@ -13,15 +14,16 @@ _FEW, _MANY = (
 
 
 class Mark(str):
-    """A name of a group of operations, such as "backward", that is not the name of a `jax.named_scope`."""
+    """A name of a group of operations, such as "backward", that is not the name of a
+    `jax.named_scope`."""
 
     __slots__ = ()
 
 
 @dataclasses.dataclass(eq=False)
 class Item:
-    """An operation to be put into groups: its node, the names of the groups around the node, and the indices of the
-    operations whose results the node reads."""
+    """An operation to be put into groups: its node, the names of the groups around the node, and
+    the indices of the operations whose results the node reads."""
 
     node: Any
     segments: tuple[str, ...]
@@ -31,10 +33,11 @@ class Item:
 def nest(items: list[Item], owner: Any, base: str, *, scope: Callable[[str, str], Any]) -> None:
     """Puts items (operations) into groups below the node `owner`, in the order of the items.
 
-    A scope that is entered several times, for example because parameters are shared, is usually one group. However, if
-    an operation outside of the scope depends on the scope, and the scope depends on this operation, the group and the
-    operation would form a cycle of dependencies. If necessary to avoid cyclic dependencies, the function splits the
-    operations of a scope into several groups, such as "embed" and "embed (2)".
+    A scope that is entered several times, for example because parameters are shared, is usually one
+    group. However, if an operation outside of the scope depends on the scope, and the scope depends
+    on this operation, the group and the operation would form a cycle of dependencies. If necessary
+    to avoid cyclic dependencies, the function splits the operations of a scope into several groups,
+    such as "embed" and "embed (2)".
 
     Args:
         base: the path of `owner`.
@@ -79,10 +82,12 @@ def _nest(items, members, level, owner, base, scope):
 
 
 def _merged(items, runs):
-    """Merges groups of operations that have the same name, unless merging them creates a cycle of dependencies.
+    """Merges groups of operations that have the same name, unless merging them creates a cycle of
+    dependencies.
 
-    `runs` is the list of groups before merging, and the result is the list of groups after merging. A group of
-    operations is a tuple (name of the group, indices of its operations in the list `items`).
+    `runs` is the list of groups before merging, and the result is the list of groups after merging.
+    A group of operations is a tuple (name of the group, indices of its operations in the list
+    `items`).
     """
     run_of = {i: r for r, (_, group) in enumerate(runs) for i in group}
     after: list[set[int]] = [set() for _ in runs]

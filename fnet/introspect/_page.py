@@ -22,8 +22,9 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
     Args:
         title: plain text.
         body: HTML, in which every text is escaped.
-        style, script: names of files, separated by spaces, such as "fnet.introspect/page.css fnet.report/report.css".
-        data: a value of JSON types, which the script of the page reads from the element with the id "data".
+        style, script: names of files, separated by spaces, such as "fnet.introspect/page.css
+        fnet.report/report.css". data: a value of JSON types, which the script of the page reads
+        from the element with the id "data".
     """
     css, js = ("\n".join(_asset(name) for name in names.split()) for names in (style, script))
     allowed = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()
@@ -43,12 +44,14 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
 
 
 def fill(name: str, **parts: str) -> str:
-    """Returns the contents of an HTML file in which each {{name}} is replaced by the argument of this name."""
+    """Returns the contents of an HTML file in which each {{name}} is replaced by the argument of
+    this name."""
     return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], _asset(name))
 
 
 def as_json(data: Any) -> str:
-    """Returns JSON for a script element. "<" is escaped. NaN, which browsers cannot parse, raises a ValueError."""
+    """Returns JSON for a script element. "<" is escaped. NaN, which browsers cannot parse, raises a
+    ValueError."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")

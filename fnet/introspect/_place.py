@@ -26,8 +26,9 @@ SIZES = {
 }
 """Sizes in pixels.
 
-Distances: "across" between neighbors in a layer, "down" between layers, "trunk" from a box to the point where its lines
-diverge, "aisle" between the phases of a training step, "apart" between the lines that join phases.
+Distances: "across" between neighbors in a layer, "down" between layers, "trunk" from a box to the
+point where its lines diverge, "aisle" between the phases of a training step, "apart" between the
+lines that join phases.
 Expanded scopes: "pad" inside the frame, "header" for the title. Widths: "lane", "port".
 Heights of boxes: "tall" with a second line of text, "low" without it.
 """
@@ -42,8 +43,8 @@ def short(name: str) -> str:
 
 
 def box(node: Node, line: str) -> tuple[int, int]:
-    """Returns (width, height) of the box of a node that is not expanded. `line` is the text below the node's name in
-    the box, or "" if the box shows only the name."""
+    """Returns (width, height) of the box of a node that is not expanded. `line` is the text below
+    the node's name in the box, or "" if the box shows only the name."""
     badge = 6.2 * len(node.badge) + 14 if node.badge else 0
     wide = (
         max(7.6 * len(short(node.name)) + badge + (18 if node.children else 0), 5.9 * len(line))
@@ -55,8 +56,9 @@ def box(node: Node, line: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(eq=False)
 class Placed:
-    """The positions inside a scope of the drawing: the horizontal center (x) and the top (y) of each item, and the top
-    and the bottom of each horizontal layer of items. `width` and `height` are the size of all layers together."""
+    """The positions inside a scope of the drawing: the horizontal center (x) and the top (y) of
+    each item, and the top and the bottom of each horizontal layer of items. `width` and `height`
+    are the size of all layers together."""
 
     x: list[float]
     y: list[float]
@@ -67,10 +69,11 @@ class Placed:
 
 
 def place(made: Arrangement, sizes: list[tuple[float, float]]) -> Placed:
-    """Returns the positions of the items (such as boxes) in a scope of the drawing, given their sizes (width, height).
+    """Returns the positions of the items (such as boxes) in a scope of the drawing, given their
+    sizes (width, height).
 
-    Neighboring items of the drawing do not overlap, and edges are kept short. Items with the same index in `made.lines`
-    are centered on the same vertical line.
+    Neighboring items of the drawing do not overlap, and edges are kept short. Items with the same
+    index in `made.lines` are centered on the same vertical line.
     """
     layers, line = made.layers, made.lines
     count = max(line, default=-1) + 1

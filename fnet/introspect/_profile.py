@@ -22,13 +22,16 @@ from fnet.jaxpr import check_function
 
 @dataclasses.dataclass(frozen=True)
 class TimedRow:
-    """The measured time, the FLOPs and bytes, and the roofline time of a named scope, including all scopes inside it.
+    """The measured time, the FLOPs and bytes, and the roofline time of a named scope, including all
+    scopes inside it.
 
     Attributes:
         path: the path of the scope; "" for the whole step.
-        seconds: measured seconds of a step by phase: "forward", "backward", "recomputed", "optimizer", "other".
+        seconds: measured seconds of a step by phase: "forward", "backward", "recomputed",
+            "optimizer", "other".
         cost: FLOPs and bytes, or None if they are unknown.
-        bound: the lower bound of the time in seconds on the chip (see `hardware.roofline`), or None if it is unknown.
+        bound: the lower bound of the time in seconds on the chip (see `hardware.roofline`), or None
+            if it is unknown.
 
     >>> row = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2).total
     >>> sum(row.seconds.values()) > 0
@@ -51,20 +54,22 @@ class TimedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """The result of `profile`. `str()` returns the profile as text. Jupyter shows the result of `html()`.
+    """The result of `profile`. `str()` returns the profile as text. Jupyter shows the result of
+    `html()`.
 
     Attributes:
-        rows: a `TimedRow` for each path, outer paths first. Operations without a scope have the path "".
+        rows: a `TimedRow` for each path, outer paths first. Operations without a scope have the
+            path "".
         total: the `TimedRow` with the time of all operations.
         step_seconds: mean seconds of a step, from its call to its last result.
-        steps: the number of steps over which the times are averaged. `profile` averages over the faster half of the
-            calls.
-        spanning: the fraction of the total operation time that is spent in fusions of operations from several named
-            scopes.
+        steps: the number of steps over which the times are averaged. `profile` averages over the
+            faster half of the calls.
+        spanning: the fraction of the total operation time that is spent in fusions of operations
+            from several named scopes.
         operations: pairs (operation, seconds in a step), the longest first.
         chip: the chip for which the roofline time (`TimedRow.bound`) is computed.
-        trace: the recorded events. The method `trace.save(path)` writes the recorded events to a file for
-            ui.perfetto.dev.
+        trace: the recorded events. The method `trace.save(path)` writes the recorded events to a
+            file for ui.perfetto.dev.
         notes: the reasons why some figures are not exact.
 
     >>> profile = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2)
@@ -88,11 +93,13 @@ class Profile:
         return self.total.total / self.step_seconds
 
     def __getitem__(self, path: str) -> TimedRow:
-        """Returns the `TimedRow` of the named scope with the given path. The path "" is the whole step."""
+        """Returns the `TimedRow` of the named scope with the given path. The path "" is the whole
+        step."""
         found = next((row for row in (self.total, *self.rows) if row.path == path), None)
         if found is None:
             raise KeyError(
-                f"the profile has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}"
+                f"the profile has no path {path!r}; it has "
+                f"{', '.join(repr(row.path) for row in self.rows)}"
             )
         return found
 
@@ -110,7 +117,8 @@ class Profile:
     _repr_html_ = html
 
     def data(self) -> list[dict]:
-        """Returns the rows as dictionaries of numbers and strings. The last row contains the totals."""
+        """Returns the rows as dictionaries of numbers and strings. The last row contains the
+        totals."""
         return [
             {
                 "path": row.path,
@@ -146,7 +154,8 @@ class Profile:
             f"{operation.name} {_ms(seconds)} ms" for operation, seconds in self.operations[:3]
         )
         footer = [
-            f"mean of {self.steps} step{'s' if self.steps > 1 else ''}; {self.spanning:.1%} of the operations' "
+            f"mean of {self.steps} step{'s' if self.steps > 1 else ''}; {self.spanning:.1%} of the "
+            f"operations' "
             "time is in fusions of several paths, which count for the path of their root",
             f"longest operations: {longest}; bound: roofline of {self.chip.name}",
             *(f"note: {note}" for note in self.notes),
@@ -175,31 +184,34 @@ def profile(
     repeats: int = 5,
     trace: str | os.PathLike | None = None,
 ) -> Profile:
-    """Measures how much time a function spends in each named scope and in each phase (forward, backward, ...).
+    """Measures how much time a function spends in each named scope and in each phase (forward,
+    backward, ...).
 
         print(introspect.profile(step, state, batch))
         introspect.profile(step, state, batch, trace="trace.json.gz")      # for ui.perfetto.dev
 
-    JAX's profiler measures the time of each operation of the compiled program. `profile` reads the path and the phase
-    of an operation from the compiled program, which the trace contains. The time of a fusion is assigned to the path of
-    its root operation. While several operations run at the same time, on threads of a CPU or streams of a GPU, the
-    elapsed time is divided equally among these operations, so that no time is counted twice. If there are several
-    devices, each time is the mean over the devices.
+    JAX's profiler measures the time of each operation of the compiled program. `profile` reads the
+    path and the phase of an operation from the compiled program, which the trace contains. The time
+    of a fusion is assigned to the path of its root operation. While several operations run at the
+    same time, on threads of a CPU or streams of a GPU, the elapsed time is divided equally among
+    these operations, so that no time is counted twice. If there are several devices, each time is
+    the mean over the devices.
 
-    The phases are forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that follow the backward
-    pass), and other (operations that precede the forward pass).
+    The phases are forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that
+    follow the backward pass), and other (operations that precede the forward pass).
 
     Args:
-        step: a function that `jax.jit` can compile, or a compiled function. `step` is called with copies of the
-            arguments, so it may donate them.
+        step: a function that `jax.jit` can compile, or a compiled function. `step` is called with
+            copies of the arguments, so it may donate them.
         args: the arguments of the step, arrays.
-        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: the chip on which
-            the arguments are stored.
+        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default:
+            the chip on which the arguments are stored.
         depth: the number of segments of a path to show. Default None: all segments.
-        repeats: the number of measured calls. An additional first call, which compiles the step, is not measured. The
-            reported times are means over the faster half of the measured calls. Default 5.
-        trace: the name of a file to which the operations are written as a Perfetto trace (.json or .json.gz). Default:
-            no file is written.
+        repeats: the number of measured calls. An additional first call, which compiles the step, is
+            not measured. The reported times are means over the faster half of the measured calls.
+            Default 5.
+        trace: the name of a file to which the operations are written as a Perfetto trace (.json or
+            .json.gz). Default: no file is written.
 
     Returns:
         A `Profile`, which can be shown as text, Markdown or HTML, or returned as data.
@@ -219,7 +231,8 @@ def profile(
         raise ValueError(f"profile: repeats counts calls, at least 1; got {repeats}")
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
         raise TypeError(
-            "profile: expected arrays, got a jax.ShapeDtypeStruct, which has no values; introspect.summary "
+            "profile: expected arrays, got a jax.ShapeDtypeStruct, which has no values; "
+            "introspect.summary "
             "takes shapes"
         )
     check_function("profile", step)
@@ -258,10 +271,11 @@ def of_trace(
     """Returns the profile of a recorded trace.
 
     Args:
-        bounds: a `Bound` for each named scope, with the cost (FLOPs and bytes) of the scope and a lower bound of the
-            scope's time.
-        steps: the number of steps (calls of the profiled function) in each time interval of the trace. The time
-            intervals are the pairs (start, end) in `trace.steps`. None: each time interval contains one step.
+        bounds: a `Bound` for each named scope, with the cost (FLOPs and bytes) of the scope and a
+            lower bound of the scope's time.
+        steps: the number of steps (calls of the profiled function) in each time interval of the
+            trace. The time intervals are the pairs (start, end) in `trace.steps`. None: each time
+            interval contains one step.
     """
     windows = trace.steps or (
         (min(event.start for event in trace.events), max(event.end for event in trace.events)),
@@ -319,7 +333,8 @@ def of_trace(
 
 
 def _faster_half(trace: Trace) -> Trace:
-    """Removes the steps that took longer than the median, because other programs may have interrupted them."""
+    """Removes the steps that took longer than the median, because other programs may have
+    interrupted them."""
     longest = sorted(end - start for start, end in trace.steps)[(len(trace.steps) - 1) // 2]
     kept = tuple((start, end) for start, end in trace.steps if end - start <= longest)
     return trace._replace(
@@ -335,10 +350,12 @@ def _faster_half(trace: Trace) -> Trace:
 def attributed(
     events: Iterable[_trace.Event], windows: Iterable[tuple[float, float]]
 ) -> dict[Operation, float]:
-    """Returns the running time of each operation, in nanoseconds, within the time intervals `windows`.
+    """Returns the running time of each operation, in nanoseconds, within the time intervals
+    `windows`.
 
-    While several operations run at the same time, the elapsed time is divided equally among them. An operation that
-    contains other operations, such as a loop, gets only the time in which none of the contained operations runs.
+    While several operations run at the same time, the elapsed time is divided equally among them.
+    An operation that contains other operations, such as a loop, gets only the time in which none of
+    the contained operations runs.
     """
     marks = []
     for start, end in windows:

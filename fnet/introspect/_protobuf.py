@@ -8,8 +8,8 @@ from collections.abc import Iterator
 def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Yields (field number, value) for each field of a protocol buffer message.
 
-    The value of a length-delimited field, such as a string or a nested message, is a `memoryview` of its bytes. The
-    value of any other field is an integer.
+    The value of a length-delimited field, such as a string or a nested message, is a `memoryview`
+    of its bytes. The value of any other field is an integer.
 
     Raises:
         ValueError: `data` is not a protocol buffer message.

@@ -18,9 +18,10 @@ class Table(NamedTuple):
     Attributes:
         titles: the titles of the columns.
         left: the number of columns that are aligned to the left.
-        rows: a tuple (depth, cells) for each row. If the depth of a row is 0, the method `text` shows the whole first
-            cell, for example "total". If the depth of a row is 1 or more, the first cell is a path, and the method
-            `text` shows only the last segment of the path, indented by 2 * (depth - 1) spaces.
+        rows: a tuple (depth, cells) for each row. If the depth of a row is 0, the method `text`
+            shows the whole first cell, for example "total". If the depth of a row is 1 or more, the
+            first cell is a path, and the method `text` shows only the last segment of the path,
+            indented by 2 * (depth - 1) spaces.
         footer: the lines below the table.
     """
 
@@ -99,7 +100,8 @@ def _table(summary, *, notes: bool) -> Table:
     footer = [_footer(summary)]
     if summary.temporary_bytes is not None:
         footer.append(
-            f"temporary memory of the compiled forward and backward pass: {si(summary.temporary_bytes)}B; "
+            f"temporary memory of the compiled forward and backward pass: "
+            f"{si(summary.temporary_bytes)}B; "
             f"kept activations: {si(summary.total.kept_bytes)}B"
         )
     footer += (f"note: {note}" for note in summary.notes if notes)

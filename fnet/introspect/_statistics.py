@@ -17,17 +17,20 @@ from fnet.jaxpr import check_function
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """Statistics of one array: a parameter, or a named value such as the output of a layer (see `transforms.sites`).
+    """Statistics of one array: a parameter, or a named value such as the output of a layer (see
+    `transforms.sites`).
 
     Attributes:
-        name: the path of the parameter, or the name of the named value. In a scan or stack, each iteration has its own
-            name, such as "blocks/mlp [2]".
-        mean, std, largest: mean, standard deviation and largest absolute value of the finite elements.
+        name: the path of the parameter, or the name of the named value. In a scan or stack, each
+            iteration has its own name, such as "blocks/mlp [2]".
+        mean, std, largest: mean, standard deviation and largest absolute value of the finite
+            elements.
         nonfinite: the number of elements that are NaN or infinite.
-        dead: the fraction of dead units. A unit is an index of the last axis of the array. A unit is dead if the
-            gradient of the function's result is 0 for all array elements of the unit, for example because the unit is
-            the input of a relu and is never positive.
-        gradient: the Euclidean norm of the derivative of the function's result with respect to the array.
+        dead: the fraction of dead units. A unit is an index of the last axis of the array. A unit
+            is dead if the gradient of the function's result is 0 for all array elements of the
+            unit, for example because the unit is the input of a relu and is never positive.
+        gradient: the Euclidean norm of the derivative of the function's result with respect to the
+            array.
 
     >>> report = introspect.statistics(lambda w: ft.tag(w ** 2, "square").sum(), jnp.array([3.0, 4.0]))
     >>> row = report.parameters[0]
@@ -52,9 +55,9 @@ class Statistics:
         result: the result of the function.
         sites: a `Statistic` for each named value of the function, in the order of computation.
         parameters: a `Statistic` for each parameter.
-        arrays: a dict {name: array} for histograms. The names in `arrays` are "values/site", "cotangents/site",
-            "parameters/path" and "gradients/path", where "site" or "path" is the name of the site (named value) or
-            parameter.
+        arrays: a dict {name: array} for histograms. The names in `arrays` are "values/site",
+            "cotangents/site", "parameters/path" and "gradients/path", where "site" or "path" is the
+            name of the site (named value) or parameter.
 
     >>> report = introspect.statistics(lambda w, x: ft.tag(x @ w, "product").sum(), jnp.ones((2, 3)), jnp.ones((4, 2)))
     >>> "product" in str(report)
@@ -78,21 +81,23 @@ class Statistics:
 
 
 def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Statistics:
-    """Computes mean, standard deviation, dead units and gradient norms of named values and parameters of a function.
+    """Computes mean, standard deviation, dead units and gradient norms of named values and
+    parameters of a function.
 
         report = introspect.statistics(loss, params, batch)
         print(report)
 
-    The named values (sites) of a function include the outputs of its named scopes and the values that are named with
-    `transforms.tag` (see `transforms.sites`). To show histograms of `report.arrays` in TensorBoard, pass a function to
-    `tr.fit(evaluate=)` that returns `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
+    The named values (sites) of a function include the outputs of its named scopes and the values
+    that are named with `transforms.tag` (see `transforms.sites`). To show histograms of
+    `report.arrays` in TensorBoard, pass a function to `tr.fit(evaluate=)` that returns `{name:
+    tr.Histogram(x) for name, x in report.arrays.items()}`.
 
     Args:
         f: a function `f(params, *args)` that returns a floating-point scalar, such as a loss.
         params: the parameters, a tree of arrays.
         args: further arguments of f.
-        pattern: a regular expression that selects named values by their names, as in `transforms.capture`. Default: all
-            named values.
+        pattern: a regular expression that selects named values by their names, as in
+            `transforms.capture`. Default: all named values.
 
     Returns:
         `Statistics`.
@@ -119,7 +124,8 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
             else f"a {type(result).__name__}"
         )
         raise TypeError(
-            f"statistics: the function must return a floating-point scalar, such as a loss; got {what}"
+            f"statistics: the function must return a floating-point scalar, such as a loss; got "
+            f"{what}"
         )
     (value, values), cotangents = ft.capture_cotangents(
         ft.capture(f, pattern), pattern, has_aux=True
@@ -149,8 +155,9 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
 
 
 def _rows(name, x, gradient, scans) -> list[Statistic]:
-    """Returns a list with the `Statistic` of the array x. If `scans` is not 0, the first `scans` axes of x are the
-    iterations of nested scans, and the list contains one `Statistic` for each iteration."""
+    """Returns a list with the `Statistic` of the array x. If `scans` is not 0, the first `scans`
+    axes of x are the iterations of nested scans, and the list contains one `Statistic` for each
+    iteration."""
     if scans:
         return [
             row

@@ -1,4 +1,5 @@
-"""Summarizes a function by named scope: shapes, parameters, FLOPs, activations for the backward pass, roofline time."""
+"""Summarizes a function by named scope: shapes, parameters, FLOPs, activations for the backward
+pass, roofline time."""
 
 from __future__ import annotations
 
@@ -21,19 +22,20 @@ from fnet.layers import Layer
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The output shapes, parameters, cost and activations of a named scope, including all scopes inside it.
+    """The output shapes, parameters, cost and activations of a named scope, including all scopes
+    inside it.
 
     Attributes:
         path: the path of the scope; "" for the whole function.
-        output: the shapes and dtypes of the scope's results: a tuple with one tree for each call of the scope. In a
-            scan, the shapes have a leading axis for the iterations.
+        output: the shapes and dtypes of the scope's results: a tuple with one tree for each call of
+            the scope. In a scan, the shapes have a leading axis for the iterations.
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
-        forward, backward: the cost of the forward pass, and the additional cost of the derivative with respect to the
-            parameters.
-        kept: the activations that the scope stores for the backward pass. Arguments of the function do not count as
-            kept activations.
-        share: the scope's fraction of the roofline time (see `hardware.roofline`) of a forward and backward pass, or
-            None if the chip's peaks are unknown.
+        forward, backward: the cost of the forward pass, and the additional cost of the derivative
+            with respect to the parameters.
+        kept: the activations that the scope stores for the backward pass. Arguments of the function
+            do not count as kept activations.
+        share: the scope's fraction of the roofline time (see `hardware.roofline`) of a forward and
+            backward pass, or None if the chip's peaks are unknown.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -60,15 +62,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The result of `summary`. `str()` returns the summary as text. Jupyter shows the result of `html()`.
+    """The result of `summary`. `str()` returns the summary as text. Jupyter shows the result of
+    `html()`.
 
     Attributes:
         rows: a `Row` for each path, outer paths first.
         total: the `Row` of the whole function.
         chip: the chip for which the roofline time is computed.
         notes: the reasons why some figures are not exact.
-        temporary_bytes: the memory that the compiled forward and backward pass needs in addition to its arguments and
-            results; None without `compile=True`.
+        temporary_bytes: the memory that the compiled forward and backward pass needs in addition to
+            its arguments and results; None without `compile=True`.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -92,7 +95,8 @@ class Summary:
 
     def _missing(self, path):
         raise KeyError(
-            f"the summary has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}"
+            f"the summary has no path {path!r}; it has "
+            f"{', '.join(repr(row.path) for row in self.rows)}"
         )
 
     def markdown(self) -> str:
@@ -106,7 +110,8 @@ class Summary:
     _repr_html_ = html
 
     def data(self) -> list[dict]:
-        """Returns the rows as dictionaries of numbers and strings. The last row contains the totals."""
+        """Returns the rows as dictionaries of numbers and strings. The last row contains the
+        totals."""
         return _render.data(self)
 
 
@@ -119,30 +124,34 @@ def summary(
     compile: bool = False,
     **options: Any,
 ) -> Summary:
-    """Returns a table of a model or any other function, with a row for each named scope. The function is not run.
+    """Returns a table of a model or any other function, with a row for each named scope. The
+    function is not run.
 
         print(introspect.summary(model, x))                    # a layer, or a flax.nnx module, and its inputs
         print(introspect.summary(loss, params, batch))         # a function, whose first argument are its parameters
 
     Args:
         f: a layer, a `flax.nnx.Module`, or a function.
-        args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function. If f
-            is a function, its first argument is the tree of its parameters.
-        depth: the maximum number of segments of the paths that are shown, or None (the default) for all paths. For
-            example, with `depth=1`, the row "block" includes the figures of "block/dense", which has no row of its own.
-        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: this machine's chip.
-        train: whether a layer is called with train=True. Default False.
-        compile: whether to compile the forward and backward pass for this machine, and to report XLA's temporary memory
-            in addition to the kept activations. The temporary memory is larger than the kept activations if the program
-            has other temporary values. The temporary memory is smaller than the kept activations if XLA recomputes
-            activations or reuses their memory. Default False.
+        args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments
+            of a function. If f is a function, its first argument is the tree of its parameters.
+        depth: the maximum number of segments of the paths that are shown, or None (the default) for
+            all paths. For example, with `depth=1`, the row "block" includes the figures of
+            "block/dense", which has no row of its own.
+        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default:
+        this machine's chip. train: whether a layer is called with train=True. Default False.
+        compile: whether to compile the forward and backward pass for this machine, and to report
+            XLA's temporary memory in addition to the kept activations. The temporary memory is
+            larger than the kept activations if the program has other temporary values. The
+            temporary memory is smaller than the kept activations if XLA recomputes activations or
+            reuses their memory. Default False.
         options: keyword arguments of f.
 
     Returns:
-        A `Summary`. FLOPs are exact (see `hardware.count`). The kept activations are the values that
-        `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the parameters. If f has no
-        derivative with respect to the parameters, for example because f contains a while loop, `notes` states the
-        reason, and the summary describes only the forward pass.
+        A `Summary`. FLOPs are exact (see `hardware.count`). The kept activations are the values
+        that `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the
+        parameters. If f has no derivative with respect to the parameters, for example because f
+        contains a while loop, `notes` states the reason, and the summary describes only the forward
+        pass.
 
     >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
     34
@@ -241,7 +250,8 @@ def as_function(f, args, train, options, caller="summary") -> tuple[Callable, An
 
 
 def _training(run):
-    """Returns a function that computes the forward pass and the derivative with respect to the first argument."""
+    """Returns a function that computes the forward pass and the derivative with respect to the
+    first argument."""
 
     def training(params, *inputs):
         y, pull = jax.vjp(lambda params: _inexact(run(params, *inputs)), params)
@@ -253,8 +263,9 @@ def _training(run):
 
 
 def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
-    """Returns a tuple: the `Count` (FLOPs and bytes of the function), the chip, and {scope: estimated seconds at the
-    roofline}. The dictionary {scope: seconds} is empty if the times are unknown."""
+    """Returns a tuple: the `Count` (FLOPs and bytes of the function), the chip, and {scope:
+    estimated seconds at the roofline}. The dictionary {scope: seconds} is empty if the times are
+    unknown."""
     leaves = jax.tree.leaves((params, inputs))
     if any(
         jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())
@@ -274,7 +285,8 @@ def _inexact(result):
 
 
 def _tree(paths: Iterable[str]) -> list[str]:
-    """Returns a list of the given paths and their prefixes, in which a prefix "a" precedes longer paths like "a/b"."""
+    """Returns a list of the given paths and their prefixes, in which a prefix "a" precedes longer
+    paths like "a/b"."""
     children: dict[str, dict] = {}
     for path in paths:
         node = children

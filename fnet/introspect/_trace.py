@@ -1,8 +1,9 @@
-"""The operations in a trace of `jax.profiler`: when each operation ran, the path of its named scopes, and its phase
-(such as forward or backward).
+"""The operations in a trace of `jax.profiler`: when each operation ran, the path of its named
+scopes, and its phase (such as forward or backward).
 
-The trace is an XSpace message of XLA's profiler. `jax.profiler.ProfileData` reads its events. The compiled programs are
-in the metadata of the trace's plane "/host:metadata", which `jax.profiler.ProfileData` does not expose.
+The trace is an XSpace message of XLA's profiler. `jax.profiler.ProfileData` reads its events. The
+compiled programs are in the metadata of the trace's plane "/host:metadata", which
+`jax.profiler.ProfileData` does not expose.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Trace(NamedTuple):
     steps: tuple[tuple[float, float], ...]
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the operations as a trace for ui.perfetto.dev and chrome://tracing. The name of each event in the
-        written file is the path of its named scopes and its phase (such as forward). The file is compressed if its name
-        ends in .gz."""
+        """Writes the operations as a trace for ui.perfetto.dev and chrome://tracing. The name of
+        each event in the written file is the path of its named scopes and its phase (such as
+        forward). The file is compressed if its name ends in .gz."""
         lines = {
             line: number
             for number, line in enumerate(
@@ -109,14 +110,16 @@ def recording(folder: str | os.PathLike) -> Iterator[None]:
 
 
 def start(folder: str | os.PathLike) -> None:
-    """Starts JAX's profiler. The profiler records the operations of all devices, but no calls of Python functions."""
+    """Starts JAX's profiler. The profiler records the operations of all devices, but no calls of
+    Python functions."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 2
     try:
         jax.profiler.start_trace(str(folder), profiler_options=options)
     except RuntimeError as error:
         raise RuntimeError(
-            "profile: another profile is running in this process, and JAX runs one at a time; stop it "
+            "profile: another profile is running in this process, and JAX runs one at a time; stop "
+            "it "
             f"first (jax.profiler.stop_trace()): {error}"
         ) from error
 
@@ -150,7 +153,8 @@ def read(folder: str | os.PathLike) -> Trace:
             events[started[key]] = event._replace(end=max(event.end, end))
     if not events:
         raise ValueError(
-            "profile: the trace has no operations of a compiled program; this JAX backend reports none"
+            "profile: the trace has no operations of a compiled program; this JAX backend reports "
+            "none"
         )
     return Trace(tuple(events), tuple(sorted(steps)))
 
@@ -158,9 +162,9 @@ def read(folder: str | os.PathLike) -> Trace:
 def _line(plane, line, programs, events, steps, started, ended) -> None:
     """Adds the operations and steps of one thread or stream to `events` and `steps`.
 
-    An operation can start on one thread and end on another. At the start of an operation, {id of the operation: index
-    of its event} is added to `started`. At the end of an operation, (id of the operation, end time) is added to
-    `ended`.
+    An operation can start on one thread and end on another. At the start of an operation, {id of
+    the operation: index of its event} is added to `started`. At the end of an operation, (id of the
+    operation, end time) is added to `ended`.
     """
     device = plane.startswith("/device:")
     for event in line.events:
@@ -182,8 +186,8 @@ def _line(plane, line, programs, events, steps, started, ended) -> None:
 
 
 class _Programs:
-    """The operations of the compiled programs in a trace. A compiled program in the trace is decoded only when an
-    operation is looked up in it for the first time."""
+    """The operations of the compiled programs in a trace. A compiled program in the trace is
+    decoded only when an operation is looked up in it for the first time."""
 
     def __init__(self, space: bytes):
         self._data: dict[tuple[str, int], memoryview] = {}
@@ -225,5 +229,6 @@ class _Programs:
 
 
 def folder() -> tempfile.TemporaryDirectory:
-    """Returns a temporary folder for a trace. The temporary folder is removed after the trace was read."""
+    """Returns a temporary folder for a trace. The temporary folder is removed after the trace was
+    read."""
     return tempfile.TemporaryDirectory(prefix="fnet-profile-")

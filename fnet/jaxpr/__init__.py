@@ -1,21 +1,27 @@
-"""Analysis and rewriting of jaxprs. All transforms and analyses of fnet use the package `fnet.jaxpr`.
+"""Analysis and rewriting of jaxprs. All transforms and analyses of fnet use the package
+`fnet.jaxpr`.
 
-- `Scope`, `scopes_in`, `scope_of_operation`: the scope of an equation, or of an operation of a compiled program.
-- `traits`, `describe`, `product`, ...: properties of primitives, and typed access to the parameters of equations.
-- `bodies`, `equations`, `scan`: `bodies` returns the jaxprs inside an equation, `equations` yields the equations of a
-  jaxpr at any depth, and `scan` returns the body and the options of a scan equation.
+- `Scope`, `scopes_in`, `scope_of_operation`: the scope of an equation, or of an operation of a
+  compiled program.
+- `traits`, `describe`, `product`, ...: properties of primitives, and typed access to the parameters
+  of equations.
+- `bodies`, `equations`, `scan`: `bodies` returns the jaxprs inside an equation, `equations` yields
+  the equations of a jaxpr at any depth, and `scan` returns the body and the options of a scan
+  equation.
 - `rewrite`, `Interpreter`: evaluation of a jaxpr in which a rule can replace equations.
-- `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: evaluation of a program with parameters that are computed from
-  several arrays, such as quantized parameters.
-- `tag`, `find_sites`, `Inspector`: `tag` names a value of a program, `find_sites` finds all named values, and
-  `Inspector` captures or replaces named values.
-- `flatten`, `stable`: `flatten` rewrites a program so that it contains only a few primitives, and `stable` represents
-  the rewritten program as plain data.
-- `TiedProgram`: removal of indices from the axes of a program's arrays, for example the indices of hidden units.
+- `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: evaluation of a program with parameters
+  that are computed from several arrays, such as quantized parameters.
+- `tag`, `find_sites`, `Inspector`: `tag` names a value of a program, `find_sites` finds all named
+  values, and `Inspector` captures or replaces named values.
+- `flatten`, `stable`: `flatten` rewrites a program so that it contains only a few primitives, and
+  `stable` represents the rewritten program as plain data.
+- `TiedProgram`: removal of indices from the axes of a program's arrays, for example the indices of
+  hidden units.
 - `read`: a jaxpr as a flat list of operations, in which calls are inlined.
-- `cost`, `touched`, `nbytes`: `cost` returns the FLOPs of an equation, `touched` returns the bytes that an equation
-  reads and writes, and `nbytes` returns the bytes of an array.
-- `misdivided`: the operations that XLA divides wrongly over several devices, and what avoids each of them.
+- `cost`, `touched`, `nbytes`: `cost` returns the FLOPs of an equation, `touched` returns the bytes
+  that an equation reads and writes, and `nbytes` returns the bytes of an array.
+- `misdivided`: the operations that XLA divides wrongly over several devices, and what avoids each
+  of them.
 - `batch_axes`: the batch axes of an equation's outputs.
 """
 

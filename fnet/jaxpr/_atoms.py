@@ -1,4 +1,5 @@
-"""Uses a union-find structure to record which axes of the arrays of a program must have equal sizes."""
+"""Uses a union-find structure to record which axes of the arrays of a program must have equal
+sizes."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ Axis = tuple[int, ...]  # atoms, from major to minor
 class Atoms:
     """Records which axes of the arrays of a program must have equal sizes.
 
-    Each axis is represented as a tuple of integer ids (called atoms). If a reshape merges axes of sizes 3 and 4 into an
-    axis of size 12, the merged axis is represented by the ids of the two axes, from major to minor. If a reshape splits
-    an axis, the method `expand` returns the ids of the smaller axes. The method `tie` records that two axes must always
-    have equal sizes. The method `freeze` records that the size of an axis cannot change, and why.
+    Each axis is represented as a tuple of integer ids (called atoms). If a reshape merges axes of
+    sizes 3 and 4 into an axis of size 12, the merged axis is represented by the ids of the two
+    axes, from major to minor. If a reshape splits an axis, the method `expand` returns the ids of
+    the smaller axes. The method `tie` records that two axes must always have equal sizes. The
+    method `freeze` records that the size of an axis cannot change, and why.
     """
 
     def __init__(self):
@@ -42,8 +44,8 @@ class Atoms:
     def expand(self, axis: Axis) -> Axis:
         """Returns the tuple of integer ids that currently represent an axis of an array.
 
-        If a reshape splits the axis, for example from size 12 into sizes 3 and 4, the method returns the ids of the
-        smaller axes. Axes of size 1 are omitted from the result.
+        If a reshape splits the axis, for example from size 12 into sizes 3 and 4, the method
+        returns the ids of the smaller axes. Axes of size 1 are omitted from the result.
         """
         found: list[int] = []
         for atom in map(self.root, axis):
@@ -59,15 +61,17 @@ class Atoms:
                 self._frozen.setdefault(atom, why)
 
     def reason(self, atom: int) -> str | None:
-        """Returns the reason why the size of the axis with the id `atom` cannot change, or None if it can change."""
+        """Returns the reason why the size of the axis with the id `atom` cannot change, or None if
+        it can change."""
         return self._frozen.get(self.root(atom))
 
     def tie(self, x: Axis, y: Axis) -> None:
         """Records that the axes x and y must always have equal sizes.
 
-        If the axis y has been split by a reshape, for example from size 12 into sizes 3 and 4, the axis x is split in
-        the same way, and vice versa. If reshapes split x and y in incompatible ways, for example into sizes (2, 3) and
-        (3, 2), the method records that the sizes of the resulting axes cannot change.
+        If the axis y has been split by a reshape, for example from size 12 into sizes 3 and 4, the
+        axis x is split in the same way, and vice versa. If reshapes split x and y in incompatible
+        ways, for example into sizes (2, 3) and (3, 2), the method records that the sizes of the
+        resulting axes cannot change.
         """
         left, right = list(self.expand(x)), list(self.expand(y))
         while left and right:
@@ -96,8 +100,8 @@ class Atoms:
         return parts
 
     def _join(self, a: int, b: int) -> None:
-        """Records that the axes with the ids a and b must always have equal sizes, by representing both axes with the
-        smaller of the two ids."""
+        """Records that the axes with the ids a and b must always have equal sizes, by representing
+        both axes with the smaller of the two ids."""
         a, b = sorted((a, b))
         if a != b:
             self._up[b] = a

@@ -26,7 +26,8 @@ _OPAQUE = {
 class Frame:
     """Maps each variable of a jaxpr to its axes, which are represented by ids (see `Atoms`).
 
-    If several calls share a jaxpr, there is a separate `Frame` (a map from variables to axes) for each call.
+    If several calls share a jaxpr, there is a separate `Frame` (a map from variables to axes) for
+    each call.
 
     Attributes:
         jaxpr: the open jaxpr.
@@ -50,11 +51,13 @@ def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
     Args:
         jaxpr: an open jaxpr.
         inputs: the axes of each input of the jaxpr.
-        atoms: an `Atoms` object, which records constraints on the sizes of axes. The function calls `atoms.tie` for
-            axes that must have equal sizes, and `atoms.freeze` for axes whose sizes cannot change.
+        atoms: an `Atoms` object, which records constraints on the sizes of axes. The function calls
+            `atoms.tie` for axes that must have equal sizes, and `atoms.freeze` for axes whose sizes
+            cannot change.
 
     Returns:
-        A `Frame` with the axes of all values of the jaxpr, including the values inside scans, branches and calls.
+        A `Frame` with the axes of all values of the jaxpr, including the values inside scans,
+        branches and calls.
     """
     frame = Frame(jaxpr, dict(zip(jaxpr.invars, inputs)))
     for v in jaxpr.constvars:
@@ -96,8 +99,8 @@ def _shape(v) -> tuple[int, ...]:
 def _results(inner, eqn, atoms):
     """Returns the axes of each output of a call or of a branch of a `lax.cond`.
 
-    For an output that is a literal (a constant in the jaxpr), the function creates new axes without constraints on
-    their sizes.
+    For an output that is a literal (a constant in the jaxpr), the function creates new axes without
+    constraints on their sizes.
     """
     return [
         atoms.axes(_shape(v)) if isinstance(out, _jax.Literal) else inner.of(out)
@@ -106,7 +109,8 @@ def _results(inner, eqn, atoms):
 
 
 def _pointwise(eqn, ins, atoms):
-    """Records that corresponding axes of the operands of an elementwise operation must have equal sizes.
+    """Records that corresponding axes of the operands of an elementwise operation must have equal
+    sizes.
 
     The function ignores scalar operands, and axes of size 1 that are broadcast to a larger size.
     """
@@ -158,8 +162,8 @@ def _branched(frame, eqn, ins, atoms):
 def _described(eqn, ins, atoms):
     """Returns the axes of the outputs of an equation of one of fnet's own primitives.
 
-    The function also records which axes of the equation's inputs and outputs must have equal sizes, as the primitive's
-    `Description.axes` states.
+    The function also records which axes of the equation's inputs and outputs must have equal sizes,
+    as the primitive's `Description.axes` states.
     """
     sizes, free, operands, results = description(eqn.primitive).axes(eqn)
     if len(results) != len(eqn.outvars):

@@ -1,10 +1,11 @@
 """Rules that state for each primitive which axes of its inputs and outputs must have equal sizes.
 
-The rule of a primitive is a function `rule(frame, eqn, ins, atoms)` that returns the axes of the outputs of the
-equation `eqn`. The list `ins` contains the axes of the equation's inputs. The argument `frame` is a `Frame`, which maps
-each variable of the jaxpr to its axes, and `atoms` is an `Atoms` object. Each axis of an array is represented as a
-tuple of integer ids, for example the ids of the smaller axes that a reshape merged into the axis (see `Atoms`). If two
-axes must have equal sizes, the rule of the primitive calls `Atoms.tie`. If the size of an axis cannot change, the rule
+The rule of a primitive is a function `rule(frame, eqn, ins, atoms)` that returns the axes of the
+outputs of the equation `eqn`. The list `ins` contains the axes of the equation's inputs. The
+argument `frame` is a `Frame`, which maps each variable of the jaxpr to its axes, and `atoms` is an
+`Atoms` object. Each axis of an array is represented as a tuple of integer ids, for example the ids
+of the smaller axes that a reshape merged into the axis (see `Atoms`). If two axes must have equal
+sizes, the rule of the primitive calls `Atoms.tie`. If the size of an axis cannot change, the rule
 calls `Atoms.freeze`.
 """
 
@@ -77,8 +78,8 @@ def _divides(m, n) -> bool:
 
 
 def _reshape(frame, eqn, ins, atoms):
-    """Splits and joins axes. In a reshape, a group of adjacent input axes corresponds to a group of adjacent output
-    axes if the products of their sizes are equal."""
+    """Splits and joins axes. In a reshape, a group of adjacent input axes corresponds to a group of
+    adjacent output axes if the products of their sizes are equal."""
     before, after, axes = list(_shape(eqn.invars[0])), list(_shape(eqn.outvars[0])), ins[0]
     if order := eqn.params["dimensions"]:
         before, axes = [before[i] for i in order], [axes[i] for i in order]
@@ -108,9 +109,10 @@ def _reduced(over):
     """Returns the rule of a reduction: a function that determines the axes of the outputs.
 
     Args:
-        over: the reason why the size of a reduced axis cannot change, such as "the maximum over it is taken", where
-            "it" means the axis. For a sum, `over` is None: the size of a summed axis can change if all removed elements
-            are zeros. The function `freeze_nonzero_sums` determines whether they are zeros.
+        over: the reason why the size of a reduced axis cannot change, such as "the maximum over it
+            is taken", where "it" means the axis. For a sum, `over` is None: the size of a summed
+            axis can change if all removed elements are zeros. The function `freeze_nonzero_sums`
+            determines whether they are zeros.
     """
 
     def rule(frame, eqn, ins, atoms):
@@ -124,10 +126,10 @@ def _reduced(over):
 
 
 def _along(parameter, why):
-    """Returns the rule (a function that determines the output axes) of a shape-preserving operation along one or
-    several axes, such as a cumulative sum. `parameter` is the name of the equation parameter that contains the axes of
-    the operation, such as "axis". The text `why` states why the sizes of the operation's axes cannot change, for
-    example "accumulated" for a cumulative sum."""
+    """Returns the rule (a function that determines the output axes) of a shape-preserving operation
+    along one or several axes, such as a cumulative sum. `parameter` is the name of the equation
+    parameter that contains the axes of the operation, such as "axis". The text `why` states why the
+    sizes of the operation's axes cannot change, for example "accumulated" for a cumulative sum."""
 
     def rule(frame, eqn, ins, atoms):
         where = eqn.params[parameter]
@@ -194,10 +196,11 @@ def _window(frame, eqn, ins, atoms):
 
 
 def _blocks(atoms, axis, block, size, why):
-    """Splits an axis into axes of sizes `size // block` and `block`, as a reshape does, and returns the second axis.
+    """Splits an axis into axes of sizes `size // block` and `block`, as a reshape does, and returns
+    the second axis.
 
-    The function also records that the size of the first axis (the number of blocks) cannot change, for the reason
-    `why`.
+    The function also records that the size of the first axis (the number of blocks) cannot change,
+    for the reason `why`.
     """
     parts = atoms.axes((size // block, block))
     atoms.tie(axis, (*parts[0], *parts[1]))
@@ -272,8 +275,9 @@ def _tile(frame, eqn, ins, atoms):
 def _resized(eqn, axes, atoms, changed, why):
     """Returns the tuple of atoms (see `Atoms`) for each output axis of a pad or dynamic_slice.
 
-    `changed(i)` states whether the operation pads or slices axis i. If the operation pads or slices an axis, the
-    function calls `Atoms.freeze` to record that the traced size of this axis is fixed, and why.
+    `changed(i)` states whether the operation pads or slices axis i. If the operation pads or slices
+    an axis, the function calls `Atoms.freeze` to record that the traced size of this axis is fixed,
+    and why.
     """
     out = list(atoms.axes(_shape(eqn.outvars[0])))
     for i, axis in enumerate(axes):

@@ -11,8 +11,9 @@ from fnet.jaxpr._primitives import description, traits
 
 
 def batch_axes(eqn, notes: list) -> list:
-    """Returns the batch axis of each output of an equation. `notes` contains the batch axis of each input. None in
-    `notes` or in the result means that a value has no batch axis, or that its batch axis is unknown."""
+    """Returns the batch axis of each output of an equation. `notes` contains the batch axis of each
+    input. None in `notes` or in the result means that a value has no batch axis, or that its batch
+    axis is unknown."""
     if all(note is None for note in notes):
         return [None] * len(eqn.outvars)
     name = eqn.primitive.name
@@ -44,8 +45,8 @@ def _through(jaxpr, notes: list) -> list:
 
 
 def _alike(eqn, notes):
-    """The batch axis stays the same in elementwise operations, and in other operations that change neither the number
-    of axes nor the length of the batch axis."""
+    """The batch axis stays the same in elementwise operations, and in other operations that change
+    neither the number of axes nor the length of the batch axis."""
     found = []
     for out in eqn.outvars:
         shape = out.aval.shape
@@ -82,10 +83,11 @@ def _broadcast(eqn, notes):
 
 
 def _reshaped(eqn, notes):
-    """Returns a list that contains the batch axis of the output of a reshape. The sizes of the axes before the batch
-    axis must have the same product in the input and in the output. Otherwise, the batch axis of the output is unknown
-    (None). A reshape may merge the batch axis with later axes, or split the batch axis, for example into microbatches.
-    If a reshape splits the batch axis, the first part is the batch axis of the output."""
+    """Returns a list that contains the batch axis of the output of a reshape. The sizes of the axes
+    before the batch axis must have the same product in the input and in the output. Otherwise, the
+    batch axis of the output is unknown (None). A reshape may merge the batch axis with later axes,
+    or split the batch axis, for example into microbatches. If a reshape splits the batch axis, the
+    first part is the batch axis of the output."""
     note = notes[0]
     if note is None:
         return [None]
@@ -103,9 +105,9 @@ def _reshaped(eqn, notes):
 
 
 def _product(contract, batched, ranks, notes):
-    """Returns the batch axis of the output of a dot_general. The axes of the output of a dot_general are the axes in
-    `batched`, followed by the remaining axes of the left operand and the remaining axes of the right operand.
-    Contracted axes are omitted."""
+    """Returns the batch axis of the output of a dot_general. The axes of the output of a
+    dot_general are the axes in `batched`, followed by the remaining axes of the left operand and
+    the remaining axes of the right operand. Contracted axes are omitted."""
     for side, note in enumerate(notes[:2]):
         if note is None:
             continue
@@ -134,10 +136,11 @@ def _multiplied(found, notes):
 def _gathered(eqn, notes):
     """Returns the batch axis of the output of a gather.
 
-    If the indices of a gather have a batch axis, the output has the same batch axis. If only the operand of a gather
-    has a batch axis, the output keeps this axis in two cases: each gathered slice contains the whole axis, or the axis
-    is one of the gather's `operand_batching_dims`. If neither the indices nor the operand determines the batch axis of
-    the output, the function returns [None] (batch axis unknown).
+    If the indices of a gather have a batch axis, the output has the same batch axis. If only the
+    operand of a gather has a batch axis, the output keeps this axis in two cases: each gathered
+    slice contains the whole axis, or the axis is one of the gather's `operand_batching_dims`. If
+    neither the indices nor the operand determines the batch axis of the output, the function
+    returns [None] (batch axis unknown).
     """
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
@@ -167,8 +170,9 @@ def _scattered(eqn, notes):
 
 
 def before(note):
-    """Returns the position of the batch axis in the slice x[0], given its position `note` in the array x. Returns None
-    if x has no batch axis (`note` is None), or if the batch axis is axis 0, which the index in x[0] removes."""
+    """Returns the position of the batch axis in the slice x[0], given its position `note` in the
+    array x. Returns None if x has no batch axis (`note` is None), or if the batch axis is axis 0,
+    which the index in x[0] removes."""
     return note - 1 if note else None
 
 

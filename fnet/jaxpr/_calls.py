@@ -13,7 +13,8 @@ INLINED = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
 )  # they only run their body
 CALLS = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"}
-"""Primitives that run one jaxpr once. The inputs and outputs of the jaxpr are those of the equation."""
+"""Primitives that run one jaxpr once. The inputs and outputs of the jaxpr are those of the
+equation."""
 _HELD = ("jaxpr", "call_jaxpr", "call")  # the parameter that contains a call's jaxpr
 CONTROL_NAMES = (
     ("jit", "pjit"),
@@ -38,15 +39,16 @@ class Body(NamedTuple):
     """A jaxpr inside an equation.
 
     Attributes:
-        kind: "call" (a body that runs once on the equation's inputs, as in jit, remat and custom_jvp), "scan",
-            "while_cond", "while_body", "branch" (of a cond), "shard_map", "solve" (the forward solve of a
-            custom_linear_solve), or "other" (a body of a primitive that fnet does not know).
+        kind: "call" (a body that runs once on the equation's inputs, as in jit, remat and
+            custom_jvp), "scan", "while_cond", "while_body", "branch" (of a cond), "shard_map",
+            "solve" (the forward solve of a custom_linear_solve), or "other" (a body of a primitive
+            that fnet does not know).
         closed: the closed jaxpr.
-        times: how often the body runs: the length of a scan, the number of shards of a shard_map, None for a loop of
-            unknown length, and 1 otherwise.
-        inputs: for each input of the jaxpr, the index of the corresponding input of the equation. The body of a scan or
-            shard_map receives slices of the equation's inputs. `inputs` is None if it is unknown which inputs of the
-            equation the body receives.
+        times: how often the body runs: the length of a scan, the number of shards of a shard_map,
+            None for a loop of unknown length, and 1 otherwise.
+        inputs: for each input of the jaxpr, the index of the corresponding input of the equation.
+            The body of a scan or shard_map receives slices of the equation's inputs. `inputs` is
+            None if it is unknown which inputs of the equation the body receives.
     """
 
     kind: str
@@ -114,7 +116,8 @@ def _body(kind, jaxpr, times, inputs):
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields every equation of an open jaxpr, at any depth. Each equation precedes the equations inside it."""
+    """Yields every equation of an open jaxpr, at any depth. Each equation precedes the equations
+    inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in bodies(eqn):
@@ -137,8 +140,8 @@ def donated(eqn: Any) -> tuple[bool, ...]:
 
 
 def opened(closed: Any) -> Any:
-    """Removes the calls of `jax.jit` that enclose a whole jaxpr, and returns the jaxpr inside them. Calls of `jax.jit`
-    with shardings are not removed."""
+    """Removes the calls of `jax.jit` that enclose a whole jaxpr, and returns the jaxpr inside them.
+    Calls of `jax.jit` with shardings are not removed."""
     while len(closed.jaxpr.eqns) == 1 and closed.jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
         jaxpr, eqn = closed.jaxpr, closed.jaxpr.eqns[0]
         if (
@@ -154,13 +157,17 @@ def opened(closed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """The body and the options of a scan equation, and how many of its inputs are constants, carried values and slices.
+    """The body and the options of a scan equation, and how many of its inputs are constants,
+    carried values and slices.
 
     Attributes:
-        consts, carry, slices: the numbers of inputs that are constants, carried values, and sliced arrays.
-        closed: the body of the scan, a closed jaxpr. The inputs of the body are the constants, the carry and the
-            slices. The outputs of the body are the new carry and the values that the scan stacks.
-        options: the keyword arguments of `jax.lax.scan` that the equation specifies, such as `length` and `reverse`.
+        consts, carry, slices: the numbers of inputs that are constants, carried values, and sliced
+            arrays.
+        closed: the body of the scan, a closed jaxpr. The inputs of the body are the constants, the
+            carry and the slices. The outputs of the body are the new carry and the values that the
+            scan stacks.
+        options: the keyword arguments of `jax.lax.scan` that the equation specifies, such as
+            `length` and `reverse`.
     """
 
     consts: int
@@ -178,7 +185,8 @@ class Scan:
         return self.options["length"]
 
     def split(self, values: Any) -> tuple[list, list, list]:
-        """Splits `values`, one value for each input of the scan equation, into constants, carry and slices."""
+        """Splits `values`, one value for each input of the scan equation, into constants, carry and
+        slices."""
         values, start = list(values), self.consts + self.carry
         return values[: self.consts], values[self.consts : start], values[start:]
 

@@ -1,4 +1,5 @@
-"""The cost of one equation: the operations, computed from the shapes, and the bytes that are read and written."""
+"""The cost of one equation: the operations, computed from the shapes, and the bytes that are read
+and written."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ _FREE = frozenset(("alias", "layout", "gather", "collective", "random", "effect"
 
 
 class Cost(NamedTuple):
-    """The number of operations of one equation, and their kind: "matmul", "elementwise", "reduction", "transcendental",
-    "free" or "unknown". For a matmul, `shape` is (batch, m, n, k)."""
+    """The number of operations of one equation, and their kind: "matmul", "elementwise",
+    "reduction", "transcendental", "free" or "unknown". For a matmul, `shape` is (batch, m, n,
+    k)."""
 
     kind: str
     flops: int = 0
@@ -26,11 +28,13 @@ class Cost(NamedTuple):
 def cost(eqn: Any) -> Cost:
     """Returns the cost of an equation that contains no jaxpr.
 
-    The matrix product of arrays of shapes [B, M, K] and [B, K, N] costs 2 B M N K FLOPs. A convolution costs 2 x
-    (output elements) x (size of the kernel window) x (input features) / groups FLOPs. In a convolution, multiplications
-    with padding are counted, but not multiplications with the zeros that a transposed convolution inserts in its input.
-    An elementwise operation costs one FLOP per output element, and a reduction one FLOP per input element. If all
-    inputs and outputs of an elementwise operation or a reduction are integers or bools, the operation costs nothing.
+    The matrix product of arrays of shapes [B, M, K] and [B, K, N] costs 2 B M N K FLOPs. A
+    convolution costs 2 x (output elements) x (size of the kernel window) x (input features) /
+    groups FLOPs. In a convolution, multiplications with padding are counted, but not
+    multiplications with the zeros that a transposed convolution inserts in its input. An
+    elementwise operation costs one FLOP per output element, and a reduction one FLOP per input
+    element. If all inputs and outputs of an elementwise operation or a reduction are integers or
+    bools, the operation costs nothing.
     """
     name, kind = eqn.primitive.name, traits(eqn.primitive.name).kind
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
@@ -66,8 +70,8 @@ def cost(eqn: Any) -> Cost:
 
 
 def touched(eqn: Any) -> tuple[list[int], list[int]]:
-    """Returns (bytes read from each input, bytes written to each output) of an equation. The numbers are those of an
-    equation that XLA does not fuse with other equations."""
+    """Returns (bytes read from each input, bytes written to each output) of an equation. The
+    numbers are those of an equation that XLA does not fuse with other equations."""
     name = eqn.primitive.name
     reads = [0 if isinstance(v, _jax.Literal) else nbytes(v.aval) for v in eqn.invars]
     writes = [nbytes(v.aval) for v in eqn.outvars]
@@ -83,7 +87,8 @@ def touched(eqn: Any) -> tuple[list[int], list[int]]:
 
 
 def nbytes(aval: Any) -> int:
-    """Returns the bytes of an array of the type `aval`, and 0 for types that are not arrays, such as a token."""
+    """Returns the bytes of an array of the type `aval`, and 0 for types that are not arrays, such
+    as a token."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
@@ -111,8 +116,9 @@ def _dot(found: Product, ins: list[Any]) -> Cost:
 
 
 def _ragged_dot(eqn: Any, ins: list[Any]) -> Cost:
-    """In a ragged dot, each row of the left operand is multiplied by the matrix of one group. The number of FLOPs of a
-    ragged dot is 2 x (size of the left operand) x (columns of the right operand)."""
+    """In a ragged dot, each row of the left operand is multiplied by the matrix of one group. The
+    number of FLOPs of a ragged dot is 2 x (size of the left operand) x (columns of the right
+    operand)."""
     lhs, rhs = ins[0].shape, ins[1].shape
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contract, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers

@@ -1,8 +1,9 @@
-"""Functions that rewrite the jaxprs inside an equation, such as the body of a loop, and then evaluate the equation.
+"""Functions that rewrite the jaxprs inside an equation, such as the body of a loop, and then
+evaluate the equation.
 
-Each function that evaluates an equation has the arguments (interpreter, equation, scope, inputs, requirements on the
-outputs) and returns the outputs. The traced dtype of a value is the dtype that the value had when JAX traced the
-program; rewriting may change the dtype.
+Each function that evaluates an equation has the arguments (interpreter, equation, scope, inputs,
+requirements on the outputs) and returns the outputs. The traced dtype of a value is the dtype that
+the value had when JAX traced the program; rewriting may change the dtype.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def inline(self, eqn, scope, inputs, wanted):
 def _scan(self, eqn, scope, inputs, wanted):
     """Rewrites a scan.
 
-    The carry of the rewritten scan keeps its traced dtypes. The constants, slices and stacked outputs of the rewritten
-    scan may have other dtypes than in the original program.
+    The carry of the rewritten scan keeps its traced dtypes. The constants, slices and stacked
+    outputs of the rewritten scan may have other dtypes than in the original program.
     """
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
@@ -74,7 +75,8 @@ def _while(self, eqn, scope, inputs, wanted):
         params["body_jaxpr"], scope, wanted, [*(v.note for v in inputs[a : a + b]), *free]
     )
     types = [jax.typeof(x) for x in [*arrays_of(inputs[: a + b]), *init]]
-    # The primitive is bound directly, because lax.while_loop rejects the batched conditions that vmap creates.
+    # The primitive is bound directly, because lax.while_loop rejects the batched conditions that
+    # vmap creates.
     tests, steps = (
         jax.make_jaxpr(test)(*types[:a], *types[a + b :]),
         jax.make_jaxpr(body)(*types[a:]),
@@ -96,8 +98,8 @@ def _while(self, eqn, scope, inputs, wanted):
 
 
 def _cond(self, eqn, scope, inputs, wanted):
-    """Rewrites a cond. The outputs of a cond keep their traced dtypes, because all branches must return the same
-    dtypes."""
+    """Rewrites a cond. The outputs of a cond keep their traced dtypes, because all branches must
+    return the same dtypes."""
     index, *rest = inputs
     branches = [
         self.body(branch.closed, scope, wanted, [v.note for v in rest]) for branch in bodies(eqn)
@@ -141,9 +143,9 @@ def _shard_map(self, eqn, scope, inputs, wanted):
 
 
 def _custom_jvp(self, eqn, scope, inputs, wanted):
-    """Rewrites the function of a custom_jvp and its JVP rule separately. The outputs of the custom_jvp equation have
-    the dtypes that the rewritten function returns. As in JAX, the JVP rule of a custom_jvp is traced without the
-    tangents that are symbolic zeros."""
+    """Rewrites the function of a custom_jvp and its JVP rule separately. The outputs of the
+    custom_jvp equation have the dtypes that the rewritten function returns. As in JAX, the JVP rule
+    of a custom_jvp is traced without the tangents that are symbolic zeros."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomJvp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -179,10 +181,10 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
 
 
 def _custom_vjp(self, eqn, scope, inputs, wanted):
-    """Rewrites the forward and the backward function of a custom_vjp separately. The inputs of the backward function
-    have their traced dtypes, which the user's backward function expects. As in JAX, the user's backward function
-    receives symbolic zeros, and the user's forward function receives the information about which inputs are
-    differentiated."""
+    """Rewrites the forward and the backward function of a custom_vjp separately. The inputs of the
+    backward function have their traced dtypes, which the user's backward function expects. As in
+    JAX, the user's backward function receives symbolic zeros, and the user's forward function
+    receives the information about which inputs are differentiated."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomVjp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -235,15 +237,16 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Perturbed:
-    """Records which inputs of a custom_vjp are differentiated. JAX treats a `_Perturbed` object as a part of the tree
-    structure of the residuals."""
+    """Records which inputs of a custom_vjp are differentiated. JAX treats a `_Perturbed` object as
+    a part of the tree structure of the residuals."""
 
     inputs: tuple[bool, ...]
 
 
 def _custom_vmap(self, eqn, scope, inputs, wanted):
-    """Rewrites the function of a custom_vmap and its batching rule separately. The rewritten function and the rewritten
-    batching rule return outputs with the same dtypes as before the rewriting."""
+    """Rewrites the function of a custom_vmap and its batching rule separately. The rewritten
+    function and the rewritten batching rule return outputs with the same dtypes as before the
+    rewriting."""
     notes = [value.note for value in inputs]
     function = jax.custom_batching.custom_vmap(
         self.body(bodies(eqn)[0].closed, scope, wanted, notes)

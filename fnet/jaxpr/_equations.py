@@ -1,7 +1,7 @@
 """Functions that read the parameters of jaxpr equations.
 
-All packages of fnet except `fnet._jax` and `fnet.jaxpr` read the parameters of JAX's primitives with functions of
-`fnet.jaxpr`, and not by name from `eqn.params`.
+All packages of fnet except `fnet._jax` and `fnet.jaxpr` read the parameters of JAX's primitives
+with functions of `fnet.jaxpr`, and not by name from `eqn.params`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from fnet.jaxpr._primitives import description
 CONVOLUTION, DOT = lax.conv_general_dilated_p, lax.dot_general_p
 BILINEAR = {DOT.name: DOT, CONVOLUTION.name: CONVOLUTION}
 SHIFT = "fnet:shift"
-"""The name of a value that a program subtracts from data to sum the data accurately. The choice of this value affects
-only the rounding of the program's results. A transform may replace the value by any other value, such as 0."""
+"""The name of a value that a program subtracts from data to sum the data accurately. The choice of
+this value affects only the rounding of the program's results. A transform may replace the value by
+any other value, such as 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution in a jaxpr, as a primitive of JAX or as an equivalent primitive of `ft.autocast`.
+    """A matrix product or convolution in a jaxpr, as a primitive of JAX or as an equivalent
+    primitive of `ft.autocast`.
 
     Attributes:
         eqn: the equation.
@@ -39,9 +41,9 @@ class Product:
 
     @property
     def dimensions(self) -> Any:
-        """The `dimension_numbers` of `op`. For a dot, the dimensions are a pair (contracted axes, batch axes). Each
-        item of the pair is itself a pair (axes of the left operand, axes of the right operand). For a convolution, the
-        dimensions are its `ConvDimensionNumbers`."""
+        """The `dimension_numbers` of `op`. For a dot, the dimensions are a pair (contracted axes,
+        batch axes). Each item of the pair is itself a pair (axes of the left operand, axes of the
+        right operand). For a convolution, the dimensions are its `ConvDimensionNumbers`."""
         return self.options["dimension_numbers"]
 
     @property
@@ -50,7 +52,8 @@ class Product:
 
     @property
     def default_precision(self) -> bool:
-        """Whether the precision of the matrix product or convolution is None or `lax.Precision.DEFAULT`."""
+        """Whether the precision of the matrix product or convolution is None or
+        `lax.Precision.DEFAULT`."""
         return self.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2)
 
     @property
@@ -60,14 +63,16 @@ class Product:
 
     @property
     def window(self) -> tuple[tuple, tuple, tuple, tuple]:
-        """A convolution's strides, padding, and dilations of the input and the kernel, for each spatial axis."""
+        """A convolution's strides, padding, and dilations of the input and the kernel, for each
+        spatial axis."""
         names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
         strides, padding, lhs, rhs = (self.options[name] for name in names)
         return tuple(strides), tuple(map(tuple, padding)), tuple(lhs), tuple(rhs)
 
     @property
     def summed(self) -> int:
-        """The number of terms in the sum that gives one element of the matrix product or convolution."""
+        """The number of terms in the sum that gives one element of the matrix product or
+        convolution."""
         left, right = (v.aval.shape for v in self.eqn.invars[:2])
         if self.op is DOT:
             return math.prod(left[i] for i in self.dimensions[0][0])
@@ -79,7 +84,8 @@ class Product:
 
 
 def product(eqn: Any) -> Product | None:
-    """Describes the matrix product or convolution in an equation of a jaxpr. Returns None for other equations."""
+    """Describes the matrix product or convolution in an equation of a jaxpr. Returns None for other
+    equations."""
     primitive = eqn.primitive
     if primitive.name in BILINEAR:
         return Product(eqn, primitive, eqn.params, getattr(eqn.invars[0].aval, "dtype", None))
@@ -108,8 +114,8 @@ def kept_bits(eqn: Any) -> tuple[int, int]:
 
 
 def value_name(eqn: Any) -> str | None:
-    """Returns the name that an equation of `jax.ad_checkpoint.checkpoint_name` gives to a value. Returns None for other
-    equations."""
+    """Returns the name that an equation of `jax.ad_checkpoint.checkpoint_name` gives to a value.
+    Returns None for other equations."""
     return eqn.params["name"] if eqn.primitive.name == "name" else None
 
 
@@ -119,8 +125,8 @@ def random_bits(eqn: Any) -> tuple[int, int]:
 
 
 def pooling_window(eqn: Any) -> tuple[int, ...] | None:
-    """Returns the size of a pooling's windows along each axis, or None if the windows overlap, have gaps between them,
-    or contain padding."""
+    """Returns the size of a pooling's windows along each axis, or None if the windows overlap, have
+    gaps between them, or contain padding."""
     params, window = eqn.params, tuple(eqn.params["window_dimensions"])
     tiles = (
         window == tuple(params["window_strides"])
@@ -133,17 +139,19 @@ def pooling_window(eqn: Any) -> tuple[int, ...] | None:
 
 
 def selects_largest(eqn: Any) -> bool:
-    """Whether a select_and_scatter_add selects the largest element (the first one, if several are equal), as the
-    gradient of a max pooling does."""
+    """Whether a select_and_scatter_add selects the largest element (the first one, if several are
+    equal), as the gradient of a max pooling does."""
     return eqn.params["select_prim"] is lax.ge_p
 
 
 def lookup_mode(eqn: Any) -> str | None:
-    """Returns the mode of a gather or scatter that accesses one element of each row, or None for other equations.
+    """Returns the mode of a gather or scatter that accesses one element of each row, or None for
+    other equations.
 
-    The mode of a gather or scatter states what happens for an index out of range: "fill", "clip" or "promised". The
-    mode "promised" means that the program promises that all indices are in range. The rows of an operand [..., n] are
-    its vectors of n elements along the last axis. There is one index for each row, in an array [..., 1, 1].
+    The mode of a gather or scatter states what happens for an index out of range: "fill", "clip" or
+    "promised". The mode "promised" means that the program promises that all indices are in range.
+    The rows of an operand [..., n] are its vectors of n elements along the last axis. There is one
+    index for each row, in an array [..., 1, 1].
     """
     params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
     numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)
@@ -176,12 +184,14 @@ def lookup_mode(eqn: Any) -> str | None:
 
 
 def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the axes of a scatter that overwrites complete slices of its operand and ignores indices out of range.
+    """Returns the axes of a scatter that overwrites complete slices of its operand and ignores
+    indices out of range.
 
     Returns:
-        A tuple (indexed axes of the operand, window axes of the updates), or None for any other scatter. The indexed
-        axes of a scatter are its `scatter_dims_to_operand_dims`. The window axes (`update_window_dims`) of the updates
-        correspond, in order, to the axes of the operand that are not indexed.
+        A tuple (indexed axes of the operand, window axes of the updates), or None for any other
+        scatter. The indexed axes of a scatter are its `scatter_dims_to_operand_dims`. The window
+        axes (`update_window_dims`) of the updates correspond, in order, to the axes of the operand
+        that are not indexed.
     """
     params, (x, _, updates) = eqn.params, (v.aval for v in eqn.invars)
     if (

@@ -1,6 +1,7 @@
 """Rewrites programs so that they contain only a small set of primitives.
 
-Calls are inlined. fnet's own primitives and composite operations are replaced by simpler operations.
+Calls are inlined. fnet's own primitives and composite operations are replaced by simpler
+operations.
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ _SAME = (
 
 
 def inlined(closed: Any, *, unless: Callable[[Any], bool] | None = None) -> Any:
-    """Returns the closed jaxpr with jitted calls inlined. A jitted call is not inlined if the function `unless` returns
-    True for the equation of the call. Arrays in the closures of the inlined calls become constants."""
+    """Returns the closed jaxpr with jitted calls inlined. A jitted call is not inlined if the
+    function `unless` returns True for the equation of the call. Arrays in the closures of the
+    inlined calls become constants."""
     return _again(_Inliner(INLINED, unless), closed)
 
 
 def flatten(closed: Any) -> Any:
     """Rewrites a closed jaxpr for inference, so that it contains only a small set of primitives.
 
-    The primitives `scan`, `while` and `cond` are kept. Calls are inlined, including calls with custom derivatives or
-    custom batching. Because inlining removes custom derivatives, the rewritten program should not be differentiated.
+    The primitives `scan`, `while` and `cond` are kept. Calls are inlined, including calls with
+    custom derivatives or custom batching. Because inlining removes custom derivatives, the
+    rewritten program should not be differentiated.
     """
     return _again(_Flattener(CALLS), closed)
 
@@ -128,8 +131,8 @@ def _reshape(params, outvars, x):
 
 
 def _dimensions(params, outvars, x):
-    """Replaces a reshape. If the reshape has the parameter `dimensions`, the axes of the operand are first permuted to
-    the order `dimensions`."""
+    """Replaces a reshape. If the reshape has the parameter `dimensions`, the axes of the operand
+    are first permuted to the order `dimensions`."""
     order = params.get("dimensions")
     return _reshape(params, outvars, x if order is None else lax.transpose(x, order))
 

@@ -1,7 +1,7 @@
 """Constant folding: values that depend only on constants are computed once.
 
-A dot_general or convolution with a constant kernel is merged with a following affine map (a scale and a shift) whose
-coefficients are constants.
+A dot_general or convolution with a constant kernel is merged with a following affine map (a scale
+and a shift) whose coefficients are constants.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from fnet.jaxpr._values import Value, arrays_of
 
 
 class Fold(NamedTuple):
-    """A dot_general or convolution that was merged with a following affine map (a scale and a shift).
+    """A dot_general or convolution that was merged with a following affine map (a scale and a
+    shift).
 
     Attributes:
         path: the path of the named scope of the dot_general or convolution.
         primitive: the name of the primitive, "dot_general" or "conv_general_dilated".
-        folded: the names of the primitives that were merged into the dot_general or convolution, such as ("mul",
-            "add").
+        folded: the names of the primitives that were merged into the dot_general or convolution,
+            such as ("mul", "add").
     """
 
     path: str
@@ -56,10 +57,12 @@ class _Known:
 
 @dataclasses.dataclass
 class _Pending:
-    """A value y * scale + shift that is not computed yet. y is a dot_general or convolution with a constant kernel.
+    """A value y * scale + shift that is not computed yet. y is a dot_general or convolution with a
+    constant kernel.
 
-    `scale` and `shift` are None, or arrays of the result's rank. `scale` and `shift` vary only along the axes that the
-    result has in common with the kernel (see `axes`), and have length 1 along all other axes.
+    `scale` and `shift` are None, or arrays of the result's rank. `scale` and `shift` vary only
+    along the axes that the result has in common with the kernel (see `axes`), and have length 1
+    along all other axes.
     """
 
     eqn: Any
@@ -97,10 +100,12 @@ class _Pending:
 
 
 class Folder:
-    """Evaluates a closed jaxpr with constant folding: values that depend only on constants are computed once.
+    """Evaluates a closed jaxpr with constant folding: values that depend only on constants are
+    computed once.
 
     Attributes:
-        folds: a `Fold` for each dot_general or convolution that was merged with a following affine map.
+        folds: a `Fold` for each dot_general or convolution that was merged with a following affine
+            map.
     """
 
     def __init__(self):
@@ -133,8 +138,8 @@ class Folder:
 
     @staticmethod
     def program(closed: Any) -> Callable:
-        """Returns a closed jaxpr as a function of its constants and inputs. The compiled function does not contain the
-        constants."""
+        """Returns a closed jaxpr as a function of its constants and inputs. The compiled function
+        does not contain the constants."""
 
         def run(consts, arrays):
             return arrays_of(Interpreter().evaluate(closed.jaxpr, consts, list(map(Value, arrays))))
@@ -152,7 +157,8 @@ class Folder:
         return _jax.bind_again(eqn, [self._computed(x) for x in inputs])
 
     def _computed(self, x):
-        """Returns a value as an array. Computes a `_Pending` value, such as a dot_general that is not computed yet."""
+        """Returns a value as an array. Computes a `_Pending` value, such as a dot_general that is
+        not computed yet."""
         if isinstance(x, _Known):
             return x.array()
         if not isinstance(x, _Pending):
@@ -192,8 +198,8 @@ def _evaluated(eqn, inputs):
 
 
 def _pending(eqn, at, inputs):
-    """Returns a `_Pending` (a value that is not computed yet) for a dot_general or convolution in float32 or float64
-    that has exactly one constant operand. Returns None for other equations."""
+    """Returns a `_Pending` (a value that is not computed yet) for a dot_general or convolution in
+    float32 or float64 that has exactly one constant operand. Returns None for other equations."""
     made = product(eqn)
     if made is None or made.op is not eqn.primitive or len(eqn.outvars) != 1:
         return None
@@ -235,10 +241,11 @@ def _largest(kernel, axes, rank):
 
 
 def _fits(old, change, scale):
-    """Whether a kernel times `scale` has the values of the products times the old scale and `change`.
+    """Whether a kernel times `scale` has the values of the products times the old scale and
+    `change`.
 
-    A finite product times infinity is infinite, and the sum of a kernel that is infinite may be NaN. Where scales or
-    kernels become too small for their dtype, the products may not have been.
+    A finite product times infinity is infinite, and the sum of a kernel that is infinite may be
+    NaN. Where scales or kernels become too small for their dtype, the products may not have been.
     """
     info = jnp.finfo(scale.dtype)
     before = jnp.ones_like(change) if old.scale is None else old.scale
@@ -251,9 +258,10 @@ def _fits(old, change, scale):
 
 
 def _absorbed(eqn, inputs):
-    """Merges an elementwise operation, such as the addition of a constant, into a `_Pending` (an operand that is not
-    computed yet). Returns the new `_Pending`, or None if the elementwise operation cannot be merged, for example
-    because neither of its operands is constant, or because the merged kernel would overflow or underflow."""
+    """Merges an elementwise operation, such as the addition of a constant, into a `_Pending` (an
+    operand that is not computed yet). Returns the new `_Pending`, or None if the elementwise
+    operation cannot be merged, for example because neither of its operands is constant, or because
+    the merged kernel would overflow or underflow."""
     name = eqn.primitive.name
     which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
     if len(which) != 1 or eqn.outvars[0].aval.dtype != inputs[which[0]].eqn.outvars[0].aval.dtype:
@@ -298,9 +306,11 @@ def _absorbed(eqn, inputs):
 
 
 def _along(known, pending, rank):
-    """Returns the constant `known` as an array that broadcasts to the result of a dot_general or convolution.
+    """Returns the constant `known` as an array that broadcasts to the result of a dot_general or
+    convolution.
 
-    Returns None if the constant varies along an axis that the kernel does not have, such as the batch axis.
+    Returns None if the constant varies along an axis that the kernel does not have, such as the
+    batch axis.
     """
     small = known.small if known.small.ndim == rank else jnp.reshape(known.small, (1,) * rank)
     if any(n != 1 and axis not in pending.axes for axis, n in enumerate(small.shape)):

@@ -1,4 +1,5 @@
-"""Converts a jaxpr to a flat list of operations with their scopes. Calls are inlined, loops and branches are not."""
+"""Converts a jaxpr to a flat list of operations with their scopes. Calls are inlined, loops and
+branches are not."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from fnet.jaxpr._scopes import TOP, Scope
 
 @dataclasses.dataclass
 class Op:
-    """One equation: its scope, the ids of the values that it reads (None for a literal) and writes, and its bodies."""
+    """One equation: its scope, the ids of the values that it reads (None for a literal) and writes,
+    and its bodies."""
 
     eqn: Any
     at: Scope
@@ -47,8 +49,8 @@ class Frame:
 def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
     """Returns the `Frame` (a flat list of operations) of a jaxpr in the scope `outer`.
 
-    Each value in the `Frame` has an integer id. The first ids (0, 1, ...) belong to the constants of the jaxpr, and the
-    next ids belong to its inputs.
+    Each value in the `Frame` has an integer id. The first ids (0, 1, ...) belong to the constants
+    of the jaxpr, and the next ids belong to its inputs.
     """
     ids = itertools.count()
     ops: list[Op] = []

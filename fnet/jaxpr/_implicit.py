@@ -1,9 +1,9 @@
-"""Defines `ImplicitArray` and `View`, two classes for parameters that are computed from several arrays, such as a
-quantized matrix from codes and scales.
+"""Defines `ImplicitArray` and `View`, two classes for parameters that are computed from several
+arrays, such as a quantized matrix from codes and scales.
 
-`ImplicitArray` is the base class of parameters that are computed from several arrays. A `View` represents the result of
-casts, transposes and reshapes of an implicit array, such as a quantized matrix. The casts, transposes and reshapes do
-not compute the elements of the array.
+`ImplicitArray` is the base class of parameters that are computed from several arrays. A `View`
+represents the result of casts, transposes and reshapes of an implicit array, such as a quantized
+matrix. The casts, transposes and reshapes do not compute the elements of the array.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ class Convolution:
 
 
 class ImplicitArray:
-    """A parameter that is computed from several arrays. For example, a quantized matrix is computed from codes and
-    scales.
+    """A parameter that is computed from several arrays. For example, a quantized matrix is computed
+    from codes and scales.
 
-    A subclass must be a registered pytree whose leaves are plain arrays, and must have the properties `shape` and
-    `dtype`. The constructor of a subclass must not validate the leaves, because JAX also calls the constructor with
-    placeholders. `ft.use_implicit_arrays(f)` evaluates f with implicit arrays (such as quantized arrays) as parameters.
-    If an operation of f reads an implicit array, such as a quantized matrix, `use_implicit_arrays` calls the array's
-    method `dot`, `convolve` or `lookup`. If `dot`, `convolve` or `lookup` returns `NotImplemented`,
+    A subclass must be a registered pytree whose leaves are plain arrays, and must have the
+    properties `shape` and `dtype`. The constructor of a subclass must not validate the leaves,
+    because JAX also calls the constructor with placeholders. `ft.use_implicit_arrays(f)` evaluates
+    f with implicit arrays (such as quantized arrays) as parameters. If an operation of f reads an
+    implicit array, such as a quantized matrix, `use_implicit_arrays` calls the array's method
+    `dot`, `convolve` or `lookup`. If `dot`, `convolve` or `lookup` returns `NotImplemented`,
     `use_implicit_arrays` calls the method `materialize` instead.
 
     Attributes:
         shape, dtype: the shape and dtype of the array that the object represents.
-        beside: a dict such as {"scale": "codes"}, which states that the field `scale` contains one element for each
-            block of elements of the field `codes`. If possible, `parallel.plan` shards an array of scales along the
-            same axes as the array of codes.
+        beside: a dict such as {"scale": "codes"}, which states that the field `scale` contains one
+            element for each block of elements of the field `codes`. If possible, `parallel.plan`
+            shards an array of scales along the same axes as the array of codes.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> isinstance(params["kernel"], compress.ImplicitArray), params["kernel"].materialize().shape
@@ -85,47 +86,51 @@ class ImplicitArray:
         raise NotImplementedError
 
     def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
-        """Returns the matrix product of x and this implicit array, contracted over `axes` of this array.
-
-        As in `numpy.tensordot`, the result has the uncontracted axes of x, followed by the uncontracted axes of this
+        """Returns the matrix product of x and this implicit array, contracted over `axes` of this
         array.
 
+        As in `numpy.tensordot`, the result has the uncontracted axes of x, followed by the
+        uncontracted axes of this array.
+
         Args:
-            x: a plain array of shape [..., *contracted axes], the left operand of the matrix product. The last axes of
-                x correspond to `axes`, in this order.
+            x: a plain array of shape [..., *contracted axes], the left operand of the matrix
+                product. The last axes of x correspond to `axes`, in this order.
             axes: the positions of the contracted axes of this array.
-            dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of an ordinary `jax.Array`
-                w, with the `precision` of the matrix product in the program.
+            dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of an
+                ordinary `jax.Array` w, with the `precision` of the matrix product in the program.
         """
         return NotImplemented
 
     def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
-        """Returns the convolution of x with this array as the kernel. For a plain array `kernel`, the result is
-        `convolution(x, kernel)`."""
+        """Returns the convolution of x with this array as the kernel. For a plain array `kernel`,
+        the result is `convolution(x, kernel)`."""
         return NotImplemented
 
     def lookup(self, take: Callable) -> Any:
         """Returns rows (slices of axis 0) of this array.
 
         Args:
-            take: a function `take(a)` that returns the rows `a[indices]` of a plain array `a`, with the indices that
-                the program looks up. The array `a` must have the same number of rows as the implicit array. For indices
-                out of range, `take` returns NaN if the program's lookup returns NaN. If `a` contains integers, `take`
-                clips the indices.
+            take: a function `take(a)` that returns the rows `a[indices]` of a plain array `a`, with
+                the indices that the program looks up. The array `a` must have the same number of
+                rows as the implicit array. For indices out of range, `take` returns NaN if the
+                program's lookup returns NaN. If `a` contains integers, `take` clips the indices.
         """
         return NotImplemented
 
     only_observes: ClassVar[bool] = False
-    """Whether the array records how a program uses it. It is then followed through casts that round its values."""
+    """Whether the array records how a program uses it. It is then followed through casts that round
+    its values."""
 
     @property
     def has_leading_axis(self) -> bool:
-        """Whether the implicit array can be sliced along axis 0 by slicing axis 0 of its leaves, such as scales.
+        """Whether the implicit array can be sliced along axis 0 by slicing axis 0 of its leaves,
+        such as scales.
 
-        If True, scans over the array, slices of axis 0 and matrix products with batch axis 0 read slices of the leaves,
-        and do not materialize the array. A subclass whose axis 0 is an axis of each leaf, for example because its
-        arrays are those of a stack of layers, returns True. Sizes cannot tell: in a low-rank change of rank 8 to a
-        kernel [8, out], axis 0 of each factor has the size 8, too. Default False.
+        If True, scans over the array, slices of axis 0 and matrix products with batch axis 0 read
+        slices of the leaves, and do not materialize the array. A subclass whose axis 0 is an axis
+        of each leaf, for example because its arrays are those of a stack of layers, returns True.
+        Sizes cannot tell: in a low-rank change of rank 8 to a kernel [8, out], axis 0 of each
+        factor has the size 8, too. Default False.
         """
         return False
 
@@ -142,10 +147,10 @@ class View:
 
     Attributes:
         base: the implicit array.
-        groups: for each axis of this `View`, a tuple of the `Part`s that are merged into the axis, from major to minor.
-            A `Part` is an axis of `base` (for example a quantized matrix), or one of the smaller axes into which a
-            reshape has split such an axis. For example, a reshape can split an axis of size 12 into axes of sizes 3 and
-            4.
+        groups: for each axis of this `View`, a tuple of the `Part`s that are merged into the axis,
+            from major to minor. A `Part` is an axis of `base` (for example a quantized matrix), or
+            one of the smaller axes into which a reshape has split such an axis. For example, a
+            reshape can split an axis of size 12 into axes of sizes 3 and 4.
         dtype: the dtype after casts.
     """
 
@@ -168,7 +173,8 @@ class View:
 
     @property
     def whole(self) -> bool:
-        """Whether this `View` has the same axes as `base` (for example a quantized matrix), in the same order."""
+        """Whether this `View` has the same axes as `base` (for example a quantized matrix), in the
+        same order."""
         return self.groups == View.of(self.base).groups
 
     def astype(self, dtype: Any) -> View:
@@ -178,7 +184,8 @@ class View:
         return dataclasses.replace(self, groups=tuple(self.groups[i] for i in permutation))
 
     def reshape(self, shape: tuple[int, ...]) -> View | None:
-        """Returns the reshaped view, or None if splitting and then merging adjacent axes cannot give the new shape."""
+        """Returns the reshaped view, or None if splitting and then merging adjacent axes cannot
+        give the new shape."""
         parts, groups = [part for group in self.groups for part in group], []
         for size in shape:
             group, missing = [], size
@@ -199,11 +206,13 @@ class View:
         return dataclasses.replace(self, groups=tuple(groups)) if not parts else None
 
     def part(self, leaves: Callable) -> View | None:
-        """Applies a function to each stored array of `base`, such as the codes and scales of a quantized matrix.
+        """Applies a function to each stored array of `base`, such as the codes and scales of a
+        quantized matrix.
 
-        The argument `leaves` is a function of one array that slices or reshapes axis 0. The method returns a `View` of
-        the new implicit array (such as a quantized matrix). The result is None if this `View` transposes or reshapes
-        its implicit array, or if the stored arrays cannot be sliced along axis 0.
+        The argument `leaves` is a function of one array that slices or reshapes axis 0. The method
+        returns a `View` of the new implicit array (such as a quantized matrix). The result is None
+        if this `View` transposes or reshapes its implicit array, or if the stored arrays cannot be
+        sliced along axis 0.
         """
         if not self.whole or not self.base.has_leading_axis:
             return None
@@ -220,19 +229,22 @@ class View:
         )
 
     def dot(self, x: jax.Array, contracted: tuple[int, ...], batch: int, dot: Callable) -> Any:
-        """Returns the matrix product of x and this `View` of an implicit array (such as a quantized array).
+        """Returns the matrix product of x and this `View` of an implicit array (such as a quantized
+        array).
 
         Returns `NotImplemented` if the implicit array must be computed as a plain array first.
 
         Args:
-            x: a plain array of shape [*batch axes, ..., *contracted axes], the left operand of the matrix product.
-            contracted: the contracted axes of this `View`.
-            batch: the number of batch axes. The batch axes are the first axes of x and of this `View`.
-            dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of a plain array w.
+            x: a plain array of shape [*batch axes, ..., *contracted axes], the left operand of the
+            matrix product. contracted: the contracted axes of this `View`.
+            batch: the number of batch axes. The batch axes are the first axes of x and of this
+                `View`.
+            dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of a
+                plain array w.
 
         Returns:
-            An array of shape [*batch axes, *free axes of x, *free axes of this `View`], where free axes are neither
-            batch axes nor contracted axes.
+            An array of shape [*batch axes, *free axes of x, *free axes of this `View`], where free
+            axes are neither batch axes nor contracted axes.
         """
         if batch:
             return self._batched(x, contracted, batch, dot)
@@ -240,7 +252,8 @@ class View:
         free = [i for i in range(self.ndim) if i not in contracted]
         axes = list(dict.fromkeys(axis for axis, _, _ in parts))
         rest = [axis for axis in range(self.base.ndim) if axis not in axes]
-        # Parts of one axis must be adjacent, from major to minor, so that together they are the axis.
+        # Parts of one axis must be adjacent, from major to minor, so that together they are the
+        # axis.
         if parts != [part for axis in axes for part in self._parts(axis)] or any(
             axis in axes for i in free for axis, _, _ in self.groups[i]
         ):
@@ -281,7 +294,8 @@ class View:
 
 
 def plain_dot(precision: Any, preferred: Any) -> Callable:
-    """Returns the function `dot(x, w, axes)` for plain arrays, which contracts the last axes of x with `axes` of w."""
+    """Returns the function `dot(x, w, axes)` for plain arrays, which contracts the last axes of x
+    with `axes` of w."""
 
     def dot(x, w, axes):
         contracted = tuple(range(x.ndim - len(axes), x.ndim))
@@ -302,8 +316,8 @@ def implicit_dot(w: Any, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> 
 
 
 def materialize(x: Any) -> Any:
-    """Returns the array that an implicit array (such as a quantized array) represents. Returns a plain array
-    unchanged."""
+    """Returns the array that an implicit array (such as a quantized array) represents. Returns a
+    plain array unchanged."""
     return x.materialize() if isinstance(x, ImplicitArray) else x
 
 
@@ -316,8 +330,8 @@ def _size(group):
 
 
 def _merged(group):
-    """Merges adjacent parts of a split axis. For example, if an axis of size 3 * 4 was split into axes of sizes 3 and
-    4, these are merged into one axis of size 12."""
+    """Merges adjacent parts of a split axis. For example, if an axis of size 3 * 4 was split into
+    axes of sizes 3 and 4, these are merged into one axis of size 12."""
     merged = []
     for axis, n, stride in group:
         if merged and merged[-1][0] == axis and merged[-1][2] == n * stride:

@@ -1,4 +1,5 @@
-"""Evaluation of a program whose inputs may be implicit arrays, such as quantized arrays (see `ImplicitArray`)."""
+"""Evaluation of a program whose inputs may be implicit arrays, such as quantized arrays (see
+`ImplicitArray`)."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class Use:
         leaf: the path of the array among the arguments.
         scope: the named scope of the equation.
         primitive: the primitive of the equation.
-        materialized: the reason why the array was materialized (computed as a plain array) for the equation; "" if the
-            equation used the array without materializing it.
+        materialized: the reason why the array was materialized (computed as a plain array) for the
+            equation; "" if the equation used the array without materializing it.
     """
 
     leaf: str
@@ -40,9 +41,9 @@ class Use:
 class ImplicitInterpreter(Interpreter):
     """Evaluates programs whose arguments may be implicit arrays, such as quantized arrays.
 
-    A `View` represents an implicit array (such as a quantized array) that the program has cast, transposed or reshaped.
-    If a `Value` contains a `View`, the attribute `Value.note` is the path of the implicit array (such as a quantized
-    array) in the arguments of the program.
+    A `View` represents an implicit array (such as a quantized array) that the program has cast,
+    transposed or reshaped. If a `Value` contains a `View`, the attribute `Value.note` is the path
+    of the implicit array (such as a quantized array) in the arguments of the program.
     """
 
     def __init__(self):
@@ -50,8 +51,8 @@ class ImplicitInterpreter(Interpreter):
         self.uses: dict[tuple, Use] = {}
 
     def __call__(self, closed: Any, arguments: list, names: list[str]) -> list:
-        """Returns the outputs of a program: plain arrays, and implicit arrays (such as quantized arrays) that the
-        program returns unchanged."""
+        """Returns the outputs of a program: plain arrays, and implicit arrays (such as quantized
+        arrays) that the program returns unchanged."""
         values = [
             Value(View.of(x), name) if isinstance(x, ImplicitArray) else Value(x)
             for x, name in zip(arguments, names)
@@ -91,8 +92,9 @@ class ImplicitInterpreter(Interpreter):
         return view.materialize()
 
     def call(self, closed, at, values) -> tuple[Callable, list]:
-        """Returns (f, leaves), where `leaves` is the list of the plain arrays in `values`. `f(*leaves)` evaluates the
-        jaxpr `closed` on `values`, and returns a list of plain arrays."""
+        """Returns (f, leaves), where `leaves` is the list of the plain arrays in `values`.
+        `f(*leaves)` evaluates the jaxpr `closed` on `values`, and returns a list of plain
+        arrays."""
         leaves, structure = jax.tree.flatten([value.x for value in values])
 
         def flat(*leaves):
@@ -116,8 +118,8 @@ def _is_view(value) -> bool:
 def _cast(self, eqn, at, inputs):
     """Casts an implicit array to the dtype in which a product computes.
 
-    A second cast, as in `w.astype(bfloat16).astype(float32)`, and casts to 8 bits are for rounding the values, so the
-    array is materialized for them.
+    A second cast, as in `w.astype(bfloat16).astype(float32)`, and casts to 8 bits are for rounding
+    the values, so the array is materialized for them.
     """
     view, dtype = inputs[0].x, eqn.params["new_dtype"]
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -146,7 +148,8 @@ def _reshape(self, eqn, at, inputs):
 
 
 def _broadcast(self, eqn, at, inputs):
-    """Evaluates a broadcast of an implicit array (such as a quantized array) if it adds only axes of length 1."""
+    """Evaluates a broadcast of an implicit array (such as a quantized array) if it adds only axes
+    of length 1."""
     view, shape = inputs[0].x, eqn.outvars[0].aval.shape
     if int(np.prod(shape)) != int(np.prod(view.shape)):
         return NotImplemented
@@ -158,8 +161,8 @@ def _identity(self, eqn, at, inputs):
 
 
 def _of_each_leaf(self, eqn, at, inputs):
-    """Applies an operation that does not change values, such as `pvary`, to each leaf of an implicit array (for example
-    to the codes and the scales of a quantized array)."""
+    """Applies an operation that does not change values, such as `pvary`, to each leaf of an
+    implicit array (for example to the codes and the scales of a quantized array)."""
     view = inputs[0].x
     base = jax.tree.map(lambda a: bind(eqn, [a])[0].x, view.base)
     return [Value(dataclasses.replace(view, base=base), inputs[0].note)]
@@ -181,8 +184,8 @@ def _dynamic_slice(self, eqn, at, inputs):
         return NotImplemented
 
     def sliced(a):
-        # Not by lax.dynamic_slice: it adds the length to negative starts, which the program has already done. The other
-        # axes are whole, so JAX clamps any start to 0.
+        # Not by lax.dynamic_slice: it adds the length to negative starts, which the program has
+        # already done. The other axes are whole, so JAX clamps any start to 0.
         return bind(eqn, [a, *[first] * a.ndim], slice_sizes=(size, *a.shape[1:]))[0].x
 
     part = view.part(sliced)
@@ -289,8 +292,9 @@ def _remat(self, eqn, at, inputs):
 
 
 def _scan(self, eqn, at, inputs):
-    """Evaluates a scan. If possible, a scan over an implicit array, such as a quantized array, slices the leaves of the
-    array instead of materializing the array (computing it as a plain array)."""
+    """Evaluates a scan. If possible, a scan over an implicit array, such as a quantized array,
+    slices the leaves of the array instead of materializing the array (computing it as a plain
+    array)."""
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
     carry = [self.materialized(eqn, at, value, "it is the carry of a scan") for value in carry]
@@ -320,8 +324,8 @@ def _scan(self, eqn, at, inputs):
 def _while(self, eqn, at, inputs):
     """Evaluates a while loop.
 
-    Constants of the body of a while loop may be implicit arrays, such as quantized arrays. All other inputs of the loop
-    are materialized (computed as plain arrays).
+    Constants of the body of a while loop may be implicit arrays, such as quantized arrays. All
+    other inputs of the loop are materialized (computed as plain arrays).
     """
     params = eqn.params
     tests, steps = params["cond_nconsts"], params["body_nconsts"]

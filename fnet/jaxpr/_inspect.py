@@ -1,4 +1,5 @@
-"""Evaluation of a program in which named values, such as the outputs of layers, are captured or replaced."""
+"""Evaluation of a program in which named values, such as the outputs of layers, are captured or
+replaced."""
 
 from __future__ import annotations
 
@@ -20,21 +21,24 @@ from fnet.jaxpr._values import Value, arrays_of, as_array, bind
 
 
 class Inspector(Interpreter):
-    """Evaluates a program, and captures or replaces its named values, such as the outputs of layers.
+    """Evaluates a program, and captures or replaces its named values, such as the outputs of
+    layers.
 
     Args:
         level: a `Level` that lists all named values (sites) of the program, from `find_sites`.
         captured: the `Site`s of the named values to capture.
-        selected: a dict {`Site` of a named value inside scans: tuple of iteration indices}. For each enclosing scan,
-            the tuple contains the index of the iteration in which the value is captured, or None for all iterations.
-        changes: {site: change}. `change(leaves, indices)` is a function that returns the new leaves of a named value,
-            given its original leaves. The argument `indices` contains the current iteration of each scan around the
-            named value.
-        offsets: {site: list}. The list contains an array or None for each leaf of the named value (site). Each array
-            has a leading axis for each scan around the named value. If `offsets` contains a list for a named value, the
-            function in `changes` for this named value receives the list as the third argument: `change(leaves, indices,
-            offsets)`. In iteration i of a scan, the function `change` receives the slice `array[i]` of each array in
-            `offsets`.
+        selected: a dict {`Site` of a named value inside scans: tuple of iteration indices}. For
+            each enclosing scan, the tuple contains the index of the iteration in which the value is
+            captured, or None for all iterations.
+        changes: {site: change}. `change(leaves, indices)` is a function that returns the new leaves
+            of a named value, given its original leaves. The argument `indices` contains the current
+            iteration of each scan around the named value.
+        offsets: {site: list}. The list contains an array or None for each leaf of the named value
+            (site). Each array has a leading axis for each scan around the named value. If `offsets`
+            contains a list for a named value, the function in `changes` for this named value
+            receives the list as the third argument: `change(leaves, indices, offsets)`. In
+            iteration i of a scan, the function `change` receives the slice `array[i]` of each array
+            in `offsets`.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class Inspector(Interpreter):
         self._held: dict[Site, dict[int, Value]] = {}
 
     def __call__(self, closed: Any, arrays: Sequence) -> tuple[list, dict[Site, list]]:
-        """Returns (outputs of the program, {site: leaves}), with the leaves of each captured site (named value)."""
+        """Returns (outputs of the program, {site: leaves}), with the leaves of each captured site
+        (named value)."""
         self._found = found = {}
         outputs = self.evaluate(
             closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,)
@@ -119,7 +124,8 @@ class Inspector(Interpreter):
         return outputs
 
     def _within(self, eqn, at, inputs, sites):
-        """Evaluates an equation, and captures or replaces its named intermediate values, such as attention weights."""
+        """Evaluates an equation, and captures or replaces its named intermediate values, such as
+        attention weights."""
         arrays, outputs = [as_array(value.x) for value in inputs], None
         for site in sites:
             values = {0: Value(site.compute(eqn, arrays))}
@@ -151,7 +157,8 @@ class Inspector(Interpreter):
             else super().default(eqn, at, inputs, wanted)
         )
 
-    # Bodies with requested sites. The values of captured sites become additional outputs of the equation.
+    # Bodies with requested sites. The values of captured sites become additional outputs of the
+    # equation.
 
     def _enter(self, eqn, at, inputs, level):
         name = eqn.primitive.name
@@ -168,7 +175,8 @@ class Inspector(Interpreter):
         return self.evaluate(closed.jaxpr, closed.consts, inputs, at, (level,))
 
     def _body(self, closed, at, level):
-        """Returns a function of arrays that evaluates the jaxpr `closed` and stores the captured values in `_found`."""
+        """Returns a function of arrays that evaluates the jaxpr `closed` and stores the captured
+        values in `_found`."""
         return lambda *arrays: arrays_of(
             self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), at, (level,))
         )
@@ -176,8 +184,9 @@ class Inspector(Interpreter):
     def _apart(self, body, level):
         """Returns (run, collect, sites).
 
-        The function `run` returns the outputs of the function `body`, followed by the values that are captured inside
-        `body`. The function `collect` stores the captured values in `_found`. `sites` is a list of the
+        The function `run` returns the outputs of the function `body`, followed by the values that
+        are captured inside `body`. The function `collect` stores the captured values in `_found`.
+        `sites` is a list of the
         named values that are captured.
         """
         sites = [site for site in level.sites if site in self._captured] if level else []
@@ -213,9 +222,9 @@ class Inspector(Interpreter):
     def _scan(self, eqn, at, inputs, level):
         """Evaluates a scan, and captures or replaces named values in its body.
 
-        If an array is captured under two names, or is also a stacked output of the scan, the scan stacks the array only
-        once. If a named value is captured in only one iteration, its value is a part of the scan's carry instead of a
-        stacked output.
+        If an array is captured under two names, or is also a stacked output of the scan, the scan
+        stacks the array only once. If a named value is captured in only one iteration, its value is
+        a part of the scan's carry instead of a stacked output.
         """
         parts, depth = scan(eqn), self._depth
         consts, carry, slices = map(arrays_of, parts.split(inputs))
@@ -277,14 +286,17 @@ class Inspector(Interpreter):
         return [*map(Value, carried), *map(Value, stacked[: count - parts.carry])]
 
     def _pick(self, site, depth):
-        """Returns the index of the scan iteration in which a named value is captured, or None for all iterations.
+        """Returns the index of the scan iteration in which a named value is captured, or None for
+        all iterations.
 
-        `depth` selects one of the nested scans that contain the named value: 0 is the outermost scan.
+        `depth` selects one of the nested scans that contain the named value: 0 is the outermost
+        scan.
         """
         return self._selected.get(site, (None,) * (depth + 1))[depth]
 
     def _zeros(self, site, depth):
-        """Returns the initial carry (zeros) for a named value that is captured in only one iteration of a scan."""
+        """Returns the initial carry (zeros) for a named value that is captured in only one
+        iteration of a scan."""
         lengths = [
             length
             for i, (_, length) in enumerate(site.scans)

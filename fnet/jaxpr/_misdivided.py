@@ -1,13 +1,16 @@
-"""The operations that XLA divides wrongly over several devices, and the smallest replication that avoids each of them.
+"""The operations that XLA divides wrongly over several devices, and the smallest replication that
+avoids each of them.
 
-Under `jax.jit` with Auto axes, XLA decides how the operations of a program are divided over the devices. For a few
-operations and shardings, its results differ from those of one device, without an error. `TABLE` is the only list of
-them. `nn.Conv`, `nn.MaxPool` and the like read it for the mesh on which their input lies, and `parallel.plan` for each
-equation of a step. Both then state which axes must not be split, and XLA gathers these axes, if they were split at all.
-A layer cannot do better than that: with Auto axes, it sees the mesh of its input, and not how the input is split.
+Under `jax.jit` with Auto axes, XLA decides how the operations of a program are divided over the
+devices. For a few operations and shardings, its results differ from those of one device, without an
+error. `TABLE` is the only list of them. `nn.Conv`, `nn.MaxPool` and the like read it for the mesh
+on which their input lies, and `parallel.plan` for each equation of a step. Both then state which
+axes must not be split, and XLA gathers these axes, if they were split at all. A layer cannot do
+better than that: with Auto axes, it sees the mesh of its input, and not how the input is split.
 
-Each row has a script in `findings/`, which shows the error in plain JAX. `tests/parallel/test_misdivided.py` runs these
-programs, and says when a jaxlib no longer needs a row.
+Each row has a script in `findings/`, which shows the error in plain JAX.
+`tests/parallel/test_misdivided.py` runs these programs, and says when a jaxlib no longer needs a
+row.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ class Row(NamedTuple):
         operation: the operation.
         sharding: the shardings for which its result is wrong.
         axes: the number of mesh axes, each longer than 1, that the error needs.
-        repaired: the first jaxlib whose results are right, such as (0, 13, 0). None: no jaxlib yet, so the row applies
-            to each version, also to versions that are newer than those that were tested.
+        repaired: the first jaxlib whose results are right, such as (0, 13, 0). None: no jaxlib yet,
+            so the row applies to each version, also to versions that are newer than those that were
+            tested.
     """
 
     name: str
@@ -46,7 +50,8 @@ class Row(NamedTuple):
     repaired: tuple[int, int, int] | None = None
 
     def applies(self, mesh: Any) -> bool:
-        """Whether the results of the operation may be wrong on a mesh. `mesh` is a mesh, or None for one device."""
+        """Whether the results of the operation may be wrong on a mesh. `mesh` is a mesh, or None
+        for one device."""
         lengths = [] if mesh is None else [mesh.shape[name] for name in automatic_axes(mesh)]
         many = sum(length > 1 for length in lengths) >= self.axes
         return many and (self.repaired is None or VERSION < self.repaired)
@@ -95,9 +100,10 @@ class Whole(NamedTuple):
     """What avoids the error in one equation.
 
     Attributes:
-        rows: the rows of the table. There may be several, because how XLA will split the arrays is not known.
-        inputs, outputs: for each array, its axes that must not be split. There are none for `NEGATIVE`, for which
-            `cropped` computes the same.
+        rows: the rows of the table. There may be several, because how XLA will split the arrays is
+            not known.
+        inputs, outputs: for each array, its axes that must not be split. There are none for
+            `NEGATIVE`, for which `cropped` computes the same.
     """
 
     rows: tuple[Row, ...]
@@ -106,7 +112,8 @@ class Whole(NamedTuple):
 
 
 def in_equation(eqn: Any, mesh: Any) -> Whole | None:
-    """Returns what avoids a wrong result of an equation on a mesh, or None for an equation that XLA divides rightly."""
+    """Returns what avoids a wrong result of an equation on a mesh, or None for an equation that XLA
+    divides rightly."""
     found = product(eqn)
     if found is not None and found.op is CONVOLUTION:
         every = [tuple(range(v.aval.ndim)) for v in (*eqn.invars, *eqn.outvars)]
@@ -131,7 +138,8 @@ def in_equation(eqn: Any, mesh: Any) -> Whole | None:
 
 
 def cropped(eqn: Any, x: jax.Array, value: jax.Array) -> jax.Array:
-    """Computes a `lax.pad` that removes elements by a slice. XLA divides this rightly, without gathering an axis."""
+    """Computes a `lax.pad` that removes elements by a slice. XLA divides this rightly, without
+    gathering an axis."""
     config = eqn.params["padding_config"]
     padded = lax.pad(
         x, value, [(max(low, 0), max(high, 0), between) for low, high, between in config]
@@ -150,8 +158,9 @@ def overlapping(window: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 def mesh_of(*arrays: Any) -> Any:
-    """Returns the mesh on which one of the arrays lies, or the mesh of `jax.set_mesh`. Returns None if there is none,
-    or if the mesh has explicit axes, with which JAX's types state each sharding."""
+    """Returns the mesh on which one of the arrays lies, or the mesh of `jax.set_mesh`. Returns None
+    if there is none, or if the mesh has explicit axes, with which JAX's types state each
+    sharding."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if not mesh.empty and mesh.size > 1:
@@ -160,14 +169,16 @@ def mesh_of(*arrays: Any) -> Any:
 
 
 def automatic_axes(mesh: Any) -> tuple[str, ...]:
-    """The mesh axes over which XLA divides arrays. Inside of shard_map, these are not the axes that it maps."""
+    """The mesh axes over which XLA divides arrays. Inside of shard_map, these are not the axes that
+    it maps."""
     return tuple(
         name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto
     )
 
 
 def unsplit(x: jax.Array, mesh: Any, axes: Iterable[int]) -> jax.Array:
-    """Constrains `x`, and its cotangent, not to be split along some axes. The sharding of its other axes stays free."""
+    """Constrains `x`, and its cotangent, not to be split along some axes. The sharding of its other
+    axes stays free."""
     whole = {axis % x.ndim for axis in axes}
     if not whole:
         return x
@@ -176,8 +187,8 @@ def unsplit(x: jax.Array, mesh: Any, axes: Iterable[int]) -> jax.Array:
 
 
 def split_rows(x: jax.Array, mesh: Any) -> jax.Array:
-    """Constrains `x`, and its cotangent, to be split along its first axis only, over all axes of the mesh. If their
-    number does not divide its length, `x` is replicated."""
+    """Constrains `x`, and its cotangent, to be split along its first axis only, over all axes of
+    the mesh. If their number does not divide its length, `x` is replicated."""
     names = automatic_axes(mesh)
     divides = x.shape[0] % math.prod(mesh.shape[name] for name in names) == 0
     return lax.with_sharding_constraint(x, NamedSharding(mesh, P(names if divides else None)))

@@ -1,8 +1,8 @@
-"""Passes flax.nnx modules to a traced function as arrays, and returns the changes that the function makes to the
-modules.
+"""Passes flax.nnx modules to a traced function as arrays, and returns the changes that the function
+makes to the modules.
 
-An nnx module is updated in place. A traced function receives a copy of an nnx module, so it must return the updates,
-which would otherwise be lost.
+An nnx module is updated in place. A traced function receives a copy of an nnx module, so it must
+return the updates, which would otherwise be lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """A placeholder for the nnx module with the index `number` in the list of all nnx modules in the arguments."""
+    """A placeholder for the nnx module with the index `number` in the list of all nnx modules in
+    the arguments."""
 
     number: int
 
@@ -30,10 +31,12 @@ class Modules:
     Attributes:
         arrays: the arrays of the modules' variables.
         structure: the tree structure of the modules' state, whose leaves are `arrays`.
-        graph: the `nnx.GraphDef` of the modules: their structure, and all attributes except variables.
+        graph: the `nnx.GraphDef` of the modules: their structure, and all attributes except
+            variables.
         changed: whether a function has changed `graph`.
-        written: for each array, whether a function has replaced the array. Only nnx variables with replaced arrays are
-            updated after the call, because an unnecessary update would fail if the call is inside a scan or branch.
+        written: for each array, whether a function has replaced the array. Only nnx variables with
+            replaced arrays are updated after the call, because an unnecessary update would fail if
+            the call is inside a scan or branch.
     """
 
     arrays: list
@@ -55,9 +58,10 @@ def _kinds() -> tuple:
 def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
     """Replaces the nnx modules in a tree by placeholders.
 
-    The function returns three values: the new tree, a `Modules` object with the arrays of the nnx modules, and a tuple
-    of the original modules. If the tree contains no nnx modules, the `Modules` object is None. If two nnx modules share
-    a variable, the copies that `insert` creates share a variable, too.
+    The function returns three values: the new tree, a `Modules` object with the arrays of the nnx
+    modules, and a tuple of the original modules. If the tree contains no nnx modules, the `Modules`
+    object is None. If two nnx modules share a variable, the copies that `insert` creates share a
+    variable, too.
     """
     kinds, found = _kinds(), []
     if not kinds:
@@ -77,8 +81,8 @@ def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
 
 
 def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
-    """Creates new modules from the arrays in `modules`. Returns (the tree with placeholders replaced by the new
-    modules, the new modules)."""
+    """Creates new modules from the arrays in `modules`. Returns (the tree with placeholders
+    replaced by the new modules, the new modules)."""
     if modules is None:
         return tree, None
     new = sys.modules["flax.nnx"].merge(
@@ -89,7 +93,8 @@ def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
 
 
 def updates(new: Any, modules: Modules | None) -> Modules | None:
-    """Returns the arrays of the nnx modules after the function has run, or None if there are no modules.
+    """Returns the arrays of the nnx modules after the function has run, or None if there are no
+    modules.
 
     Raises:
         TypeError: if the function has added or removed variables.
@@ -100,8 +105,10 @@ def updates(new: Any, modules: Modules | None) -> Modules | None:
     arrays, structure = jax.tree.flatten(state)
     if structure != modules.structure:
         raise TypeError(
-            "a transformed function may update the variables of an nnx module, but not add or remove them: "
-            f"before the call they were {modules.structure}, after it {structure}. Create all variables "
+            "a transformed function may update the variables of an nnx module, but not add or "
+            "remove them: "
+            f"before the call they were {modules.structure}, after it {structure}. Create all "
+            f"variables "
             "first, for example by calling the module once"
         )
     written = tuple(new is not old for new, old in zip(arrays, modules.arrays))
@@ -121,9 +128,11 @@ def returned(result: Any, new: Any) -> Any:
 
 
 def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
-    """Updates the caller's nnx modules with the changes that a traced function made to its copies of the modules.
+    """Updates the caller's nnx modules with the changes that a traced function made to its copies
+    of the modules.
 
-    Returns the result of the function, in which each placeholder for an nnx module is replaced by the caller's module.
+    Returns the result of the function, in which each placeholder for an nnx module is replaced by
+    the caller's module.
     """
     if updated is None:
         return result
@@ -144,7 +153,8 @@ def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
 
 
 def _copy_attributes(old, new, kind, seen) -> None:
-    """Sets the attributes of the caller's modules `old`, except variables, to those of the modules `new`, recursively.
+    """Sets the attributes of the caller's modules `old`, except variables, to those of the modules
+    `new`, recursively.
 
     `new` contains the modules with their attributes after the call of the traced function.
     """

@@ -1,4 +1,5 @@
-"""Computes the mean square of each input feature of a program's matrix products and convolutions with parameters."""
+"""Computes the mean square of each input feature of a program's matrix products and convolutions
+with parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ _WEIGHTS = "weights"  # the note on values that are computed only from parameter
 
 
 def observe(program: TiedProgram, arrays: list) -> list:
-    """Evaluates a program, and records the mean squares of the data that the program multiplies with parameters.
+    """Evaluates a program, and records the mean squares of the data that the program multiplies
+    with parameters.
 
-    For each contracted axis of the data, the function squares the data and computes the mean over all other axes. If
-    the program splits a contracted axis into smaller axes, for example heads and features per head, the function
-    computes one array of mean squares for each of the smaller axes. Axes whose sizes cannot be reduced are omitted.
-    Each array of mean squares is named by `tag`, so that `transforms.capture` can return it. The name of the array is
-    `NAME.format(i)`, where the integer i is the id of the axis in `program.atoms`.
+    For each contracted axis of the data, the function squares the data and computes the mean over
+    all other axes. If the program splits a contracted axis into smaller axes, for example heads and
+    features per head, the function computes one array of mean squares for each of the smaller axes.
+    Axes whose sizes cannot be reduced are omitted. Each array of mean squares is named by `tag`, so
+    that `transforms.capture` can return it. The name of the array is `NAME.format(i)`, where the
+    integer i is the id of the axis in `program.atoms`.
     """
     values = [
         Value(x, _WEIGHTS if masked else None) for x, masked in zip(arrays, program.parameters)

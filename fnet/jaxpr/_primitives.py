@@ -1,4 +1,5 @@
-"""Properties of primitives: a table that all transforms and analyses read, and descriptions of fnet's own
+"""Properties of primitives: a table that all transforms and analyses read, and descriptions of
+fnet's own
 primitives."""
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ class Traits(NamedTuple):
     """The properties of a primitive.
 
     Attributes:
-        kind: "product" (bilinear: dot_general, convolutions), "elementwise", "transcendental", "reduction", "scatter",
-            "window", "sort", "linear_algebra", "cast", "alias" (the output is the input in another form, as for a
-            reshape), "layout" (the values are unchanged, but at other positions in the array), "gather", "collective",
-            "random", "effect", or "unknown".
-        precision: the effect of a lower precision, such as bfloat16, on the primitive. If `precision` is "exact", the
-            primitive does not change the values. If `precision` is "arithmetic", the result is as accurate as the
-            inputs. The value "power" means the same as "arithmetic", except that float16 overflows early, as in x ** 2.
-            If `precision` is "", the primitive needs float32.
-        memory: "free" (compilers merge the operation into a neighbor), "fused" (compilers fuse the operation with
-            elementwise neighbors), or "heavy" (the inputs and outputs are written to memory).
+        kind: "product" (bilinear: dot_general, convolutions), "elementwise", "transcendental",
+            "reduction", "scatter", "window", "sort", "linear_algebra", "cast", "alias" (the output
+            is the input in another form, as for a reshape), "layout" (the values are unchanged, but
+            at other positions in the array), "gather", "collective", "random", "effect", or
+            "unknown".
+        precision: the effect of a lower precision, such as bfloat16, on the primitive. If
+            `precision` is "exact", the primitive does not change the values. If `precision` is
+            "arithmetic", the result is as accurate as the inputs. The value "power" means the same
+            as "arithmetic", except that float16 overflows early, as in x ** 2. If `precision` is
+            "", the primitive needs float32.
+        memory: "free" (compilers merge the operation into a neighbor), "fused" (compilers fuse the
+            operation with elementwise neighbors), or "heavy" (the inputs and outputs are written to
+            memory).
     """
 
     kind: str
@@ -37,7 +41,8 @@ class Traits(NamedTuple):
 
 
 UNKNOWN = Traits("unknown")
-# kind, precision, memory: names. Names that differ between JAX versions are written a|b; "?": not in every version.
+# kind, precision, memory: names. Names that differ between JAX versions are written a|b; "?": not
+# in every version.
 _TABLE = """
 product         -          heavy: dot_general conv_general_dilated ragged_dot_general
 elementwise     arithmetic fused: add sub mul div neg abs sign max min clamp add_any floor ceil round eq ne
@@ -104,7 +109,8 @@ POINTWISE = frozenset(
 
 
 def traits(name: str) -> Traits:
-    """Returns the properties of the primitive called `name`, or `UNKNOWN` for a primitive that fnet does not know."""
+    """Returns the properties of the primitive called `name`, or `UNKNOWN` for a primitive that fnet
+    does not know."""
     return _TRAITS.get(name, UNKNOWN)
 
 
@@ -112,9 +118,9 @@ def traits(name: str) -> Traits:
 def unsupported() -> tuple[str, ...]:
     """Returns one line for each feature that fnet uses and that this version of JAX lacks.
 
-    For the versions of JAX with which fnet is tested, no feature is missing, so the returned tuple is empty. If a
-    version of JAX has renamed a primitive, fnet does not know the new name: transforms leave the primitive unchanged,
-    and `hardware.count` reports it as unknown.
+    For the versions of JAX with which fnet is tested, no feature is missing, so the returned tuple
+    is empty. If a version of JAX has renamed a primitive, fnet does not know the new name:
+    transforms leave the primitive unchanged, and `hardware.count` reports it as unknown.
     """
 
     for platform in ("cuda", "tpu"):
@@ -127,7 +133,8 @@ def unsupported() -> tuple[str, ...]:
         if isinstance(value, _jax.Primitive)
     }
     lines = tuple(
-        f"the rules for '{names[0]}' are disabled: JAX {jax.__version__} has no primitive of that name"
+        f"the rules for '{names[0]}' are disabled: JAX {jax.__version__} has no primitive of that "
+        f"name"
         for names in (*_REQUIRED, *CONTROL_NAMES)
         if known.isdisjoint(names)
     )
@@ -138,11 +145,12 @@ def unsupported() -> tuple[str, ...]:
 
 
 class Inside(NamedTuple):
-    """An intermediate value of an equation of one of fnet's own primitives, such as the attention weights.
+    """An intermediate value of an equation of one of fnet's own primitives, such as the attention
+    weights.
 
-    `compute(eqn, arrays)` returns the intermediate value, such as attention weights, of an equation with the inputs
-    `arrays`. `replace(eqn, arrays, value)` returns the outputs of the equation after its intermediate value, such as
-    the attention weights, was replaced by `value`.
+    `compute(eqn, arrays)` returns the intermediate value, such as attention weights, of an equation
+    with the inputs `arrays`. `replace(eqn, arrays, value)` returns the outputs of the equation
+    after its intermediate value, such as the attention weights, was replaced by `value`.
     """
 
     compute: Callable
@@ -155,24 +163,28 @@ class Description:
 
     Attributes:
         traits: the `Traits` of the primitive.
-        lower: a function for autocast. `lower(params, compute, out)` returns a dict with new values for some parameters
-            of an equation. With the new parameters, the results of the equation have the dtype `out`. If the primitive
-            has a parameter for the dtype to which its operands are rounded, this dtype is set to `compute`. `lower`
-            returns None if autocast must not change the equation, for example because the user has set its precision.
-        explain: `explain(*avals, **params)` returns a description of the primitive's implementation on this machine.
-        plain: `plain(eqn)` returns an open jaxpr that computes the outputs of the equation with JAX's primitives.
-        refusal: `refusal(platform, eqn)` returns the reason why "cuda" or "tpu" has no kernel for the equation, or None
+        lower: a function for autocast. `lower(params, compute, out)` returns a dict with new values
+            for some parameters of an equation. With the new parameters, the results of the equation
+            have the dtype `out`. If the primitive has a parameter for the dtype to which its
+            operands are rounded, this dtype is set to `compute`. `lower` returns None if autocast
+            must not change the equation, for example because the user has set its precision.
+        explain: `explain(*avals, **params)` returns a description of the primitive's implementation
+        on this machine. plain: `plain(eqn)` returns an open jaxpr that computes the outputs of the
+        equation with JAX's primitives. refusal: `refusal(platform, eqn)` returns the reason why
+        "cuda" or "tpu" has no kernel for the equation, or None
             if the platform has one.
-        stands_for: `stands_for(params)` returns (the equivalent bilinear primitive of JAX, such as dot_general, the
-            parameters of the equivalent primitive, the dtype to which the operands are rounded). `stands_for` is None
-            if the primitive is not equivalent to a bilinear primitive of JAX.
+        stands_for: `stands_for(params)` returns (the equivalent bilinear primitive of JAX, such as
+            dot_general, the parameters of the equivalent primitive, the dtype to which the operands
+            are rounded). `stands_for` is None if the primitive is not equivalent to a bilinear
+            primitive of JAX.
         batch_first: whether the first axis of all operands and results is the batch axis.
-        inside: {name: `Inside`} for the intermediate values, such as attention weights, that `transforms.capture` can
-            return.
-        axes: a function that describes the axes of the operands and results of an equation by letters, as in einops.
-            `axes(eqn)` returns a tuple (sizes, free, operands, results). `sizes` is {letter: size}, and `free` contains
-            the letters whose sizes may change. The lists `operands` and `results` contain one string for each operand
-            and each result of the equation, such as "b gr" for an array of shape [b, g * r].
+        inside: {name: `Inside`} for the intermediate values, such as attention weights, that
+            `transforms.capture` can return.
+        axes: a function that describes the axes of the operands and results of an equation by
+            letters, as in einops. `axes(eqn)` returns a tuple (sizes, free, operands, results).
+            `sizes` is {letter: size}, and `free` contains the letters whose sizes may change. The
+            lists `operands` and `results` contain one string for each operand and each result of
+            the equation, such as "b gr" for an array of shape [b, g * r].
     """
 
     traits: Traits
@@ -197,5 +209,6 @@ def describe(primitive: Any, description: Description) -> None:
 
 
 def description(primitive: Any) -> Description:
-    """Returns the description of one of fnet's own primitives, or an empty `Description` for any other primitive."""
+    """Returns the description of one of fnet's own primitives, or an empty `Description` for any
+    other primitive."""
     return _DESCRIPTIONS.get(primitive, _NONE)

@@ -11,18 +11,20 @@ from fnet.jaxpr._scopes import Scope, in_jaxpr
 
 
 class Producer(NamedTuple):
-    """The scope in which a value is computed (`at`), and the value's variable in the outermost jaxpr (`source`)."""
+    """The scope in which a value is computed (`at`), and the value's variable in the outermost
+    jaxpr (`source`)."""
 
     at: Scope
     source: Any
 
 
 def producers(jaxpr: Any, outer: Scope) -> Callable[[Any], Producer | None]:
-    """Returns a function that maps a variable of a jaxpr to its `Producer`, or to None if no equation computes it.
+    """Returns a function that maps a variable of a jaxpr to its `Producer`, or to None if no
+    equation computes it.
 
-    For an output of a call, or a stacked output of a scan, the `Producer` contains the scope of the equation that
-    computes the output in the body. The output of a `reduce_precision` equation has the same `Producer` as the input of
-    the equation.
+    For an output of a call, or a stacked output of a scan, the `Producer` contains the scope of the
+    equation that computes the output in the body. The output of a `reduce_precision` equation has
+    the same `Producer` as the input of the equation.
     """
     scope_of = in_jaxpr(jaxpr, outer)
     makers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}

@@ -1,4 +1,5 @@
-"""Determines from a jaxpr which results of a mapped function may differ between the devices of the mapped axis."""
+"""Determines from a jaxpr which results of a mapped function may differ between the devices of the
+mapped axis."""
 
 from __future__ import annotations
 
@@ -16,23 +17,26 @@ _MUTABLE = frozenset(("get", "swap"))  # mutable arrays are not analyzed
 
 
 def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any, size: int) -> list[bool]:
-    """Returns, for each output of an open jaxpr, whether its value may differ between the devices of a mapped axis.
+    """Returns, for each output of an open jaxpr, whether its value may differ between the devices
+    of a mapped axis.
 
-    The results of the collectives psum, pmax, pmin, all_gather and pbroadcast over the whole axis are equal on all
-    devices, even if their inputs differ between devices. Over groups of equal size, their results are equal if their
-    inputs are, and so is the result of a ppermute in which every device receives a value. The results of every other
-    collective over the axis, such as axis_index, or reduce_scatter and all_to_all, which give each device another part
-    of equal inputs, may differ. Values that are read from mutable arrays are assumed to differ between devices. If an
-    equation is a call, loop or branch, the function analyzes the jaxprs inside the equation. The results of a primitive
-    without a special rule, such as add, may differ between devices if one of the inputs may differ. If a primitive
-    without a special rule contains a jaxpr, the function also analyzes this inner jaxpr, as if its inputs were equal on
-    all devices. If an output of the inner jaxpr may differ between devices, for example because it depends on
+    The results of the collectives psum, pmax, pmin, all_gather and pbroadcast over the whole axis
+    are equal on all devices, even if their inputs differ between devices. Over groups of equal
+    size, their results are equal if their inputs are, and so is the result of a ppermute in which
+    every device receives a value. The results of every other collective over the axis, such as
+    axis_index, or reduce_scatter and all_to_all, which give each device another part of equal
+    inputs, may differ. Values that are read from mutable arrays are assumed to differ between
+    devices. If an equation is a call, loop or branch, the function analyzes the jaxprs inside the
+    equation. The results of a primitive without a special rule, such as add, may differ between
+    devices if one of the inputs may differ. If a primitive without a special rule contains a jaxpr,
+    the function also analyzes this inner jaxpr, as if its inputs were equal on all devices. If an
+    output of the inner jaxpr may differ between devices, for example because it depends on
     axis_index, the results of the primitive may differ too.
 
     Args:
         jaxpr: the body of the mapped function.
-        inputs: for each input of the jaxpr, whether its value may differ between devices. Constants do not differ.
-        axis: the name of the mapped axis.
+        inputs: for each input of the jaxpr, whether its value may differ between devices. Constants
+        do not differ. axis: the name of the mapped axis.
         size: the number of devices of the mapped axis.
     """
     differs = dict(zip(jaxpr.invars, inputs))
@@ -64,7 +68,8 @@ def _outputs(eqn, inputs, axis, size) -> list[bool]:
             inputs[len(inputs) - count :],
         )
         after = _loop(step, inputs[tested : tested + consts], carry, [], axis, size)
-        # If devices may leave the loop at different iterations, everything that it carries may differ.
+        # If devices may leave the loop at different iterations, everything that it carries may
+        # differ.
         return (
             [True] * count
             if any(may_differ(test, [*inputs[:tested], *after], axis, size))
@@ -90,10 +95,11 @@ def _collective_differs(name, params, inputs_differ, size) -> bool:
 
 
 def _loop(jaxpr, consts, carry, slices, axis, size) -> list[bool]:
-    """Returns, for each element of the carry and each other output of a loop, whether it may differ between devices.
+    """Returns, for each element of the carry and each other output of a loop, whether it may differ
+    between devices.
 
-    The analysis of the loop body is repeated until the set of carry elements that may differ between devices no longer
-    grows.
+    The analysis of the loop body is repeated until the set of carry elements that may differ
+    between devices no longer grows.
     """
     while True:
         outputs = may_differ(jaxpr, [*consts, *carry, *slices], axis, size)

@@ -1,4 +1,5 @@
-"""Evaluates a program at reduced sizes, after some indices along some axes of its inputs were removed."""
+"""Evaluates a program at reduced sizes, after some indices along some axes of its inputs were
+removed."""
 
 from __future__ import annotations
 
@@ -20,22 +21,25 @@ from fnet.jaxpr._zero_axes import freeze_nonzero_sums
 
 
 class TiedProgram:
-    """A closed jaxpr that can also be evaluated after indices, for example channels, were removed from its inputs.
+    """A closed jaxpr that can also be evaluated after indices, for example channels, were removed
+    from its inputs.
 
     The constructor calls `Atoms.tie` for all axes of the program that must have equal sizes.
 
     Args:
         closed: the program.
-        changing: for each input of the program, whether indices may be removed along its axes. The caller passes True
-            for parameters and state.
-        parameters: for each input, whether it is a parameter. An index along an axis, for example channel 3, may be
-            removed from the arrays of the program only if the removal has the same effect as setting all parameters to
-            zero at this index. The constructor calls `Atoms.freeze` for each axis along which no index may be removed.
-        returned: {index of an output: index of an input} for each output that must have the same axes as an input. For
-            example, the new state must have the same axes as the old state.
-        factors: {index of an input: a list of tuples}. The list contains one tuple for each axis of the input. The
-            tuple contains the sizes of the smaller axes into which a reshape can split the axis, such as (heads,
-            features per head). The product of these sizes is the size of the axis.
+        changing: for each input of the program, whether indices may be removed along its axes. The
+            caller passes True for parameters and state.
+        parameters: for each input, whether it is a parameter. An index along an axis, for example
+            channel 3, may be removed from the arrays of the program only if the removal has the
+            same effect as setting all parameters to zero at this index. The constructor calls
+            `Atoms.freeze` for each axis along which no index may be removed.
+        returned: {index of an output: index of an input} for each output that must have the same
+            axes as an input. For example, the new state must have the same axes as the old state.
+        factors: {index of an input: a list of tuples}. The list contains one tuple for each axis of
+            the input. The tuple contains the sizes of the smaller axes into which a reshape can
+            split the axis, such as (heads, features per head). The product of these sizes is the
+            size of the axis.
 
     Attributes:
         closed, parameters: the arguments `closed` and `parameters` of the constructor.
@@ -77,28 +81,30 @@ class TiedProgram:
         )
 
     def factors(self, i: int) -> tuple[Axis, ...]:
-        """Returns, for each axis of input `i`, a tuple with the ids (see `Atoms`) of the smaller axes into which the
-        program splits the axis. For example, an axis of size heads * features has two ids if the program splits the
-        axis into heads and features."""
+        """Returns, for each axis of input `i`, a tuple with the ids (see `Atoms`) of the smaller
+        axes into which the program splits the axis. For example, an axis of size heads * features
+        has two ids if the program splits the axis into heads and features."""
         return tuple(map(self.atoms.expand, self.inputs[i]))
 
     def evaluate(self, arrays: Sequence, kept: Mapping[int, np.ndarray]) -> list:
-        """Evaluates the program on input arrays whose axes were made smaller, for example by pruning of channels, and
-        returns the outputs. `kept` is {id of an axis in `atoms`: the remaining indices} for each axis that was made
-        smaller."""
+        """Evaluates the program on input arrays whose axes were made smaller, for example by
+        pruning of channels, and returns the outputs. `kept` is {id of an axis in `atoms`: the
+        remaining indices} for each axis that was made smaller."""
         return Resizer(self.atoms, kept).whole(self.closed, self.frame, list(map(Value, arrays)))
 
     def shape(self, i: int, kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
-        """Returns the shape of input `i` after each axis in `kept` was reduced to its remaining indices."""
+        """Returns the shape of input `i` after each axis in `kept` was reduced to its remaining
+        indices."""
         return Resizer(self.atoms, kept).shape(self.inputs[i])
 
 
 def indices(factors: Sequence[int], kept: Sequence[np.ndarray | None]) -> np.ndarray:
     """Returns the indices of an axis that remain after some of its indices were removed.
 
-    `factors` contains the sizes of the smaller axes into which a reshape can split the axis. `kept` contains, for each
-    size in `factors`, an array of the indices that remain along the smaller axis of this size, or None if all indices
-    remain. For example, for the sizes (2, 3) and `kept = (None, [0, 2])`, the result is
+    `factors` contains the sizes of the smaller axes into which a reshape can split the axis. `kept`
+    contains, for each size in `factors`, an array of the indices that remain along the smaller axis
+    of this size, or None if all indices remain. For example, for the sizes (2, 3) and `kept =
+    (None, [0, 2])`, the result is
     `np.arange(6).reshape(2, 3)[:, [0, 2]].ravel()`.
     """
     found = np.arange(math.prod(factors)).reshape(tuple(factors))
@@ -109,7 +115,8 @@ def indices(factors: Sequence[int], kept: Sequence[np.ndarray | None]) -> np.nda
 
 
 class Resizer(Interpreter):
-    """Evaluates a program with arrays whose axes were made smaller, for example by pruning of channels."""
+    """Evaluates a program with arrays whose axes were made smaller, for example by pruning of
+    channels."""
 
     def __init__(self, atoms: Atoms, kept: Mapping[int, np.ndarray]):
         super().__init__()
@@ -200,7 +207,8 @@ class Resizer(Interpreter):
         frame = tie_axes(jaxpr, axes, self._atoms)
         if any(self._atoms.expand((atom,)) != (atom,) for atom in self._kept):
             raise ValueError(
-                "shrink: the derivative of a custom_jvp splits an axis that the function itself does not "
+                "shrink: the derivative of a custom_jvp splits an axis that the function itself "
+                "does not "
                 "split; exclude the axis with keep="
             )
         return frame
@@ -226,7 +234,8 @@ def _split(self, plan, eqn):
 
 
 def _slice_sizes(self, plan, eqn):
-    """Adapts `slice_sizes`: a slice that covers a whole axis also covers it after the size of the axis changed."""
+    """Adapts `slice_sizes`: a slice that covers a whole axis also covers it after the size of the
+    axis changed."""
     before, after = eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
     return {
         "slice_sizes": tuple(
@@ -249,4 +258,5 @@ _CHANGES = {
     "dynamic_slice": _slice_sizes,
     "conv_general_dilated": _convolution,
 }
-"""{name of a primitive: a function that returns the parameters of an equation that change with the sizes}"""
+"""{name of a primitive: a function that returns the parameters of an equation that change with the
+sizes}"""

@@ -1,8 +1,10 @@
-"""The jaxpr interpreter: a function is traced, then evaluated equation by equation, and a rule may replace equations.
+"""The jaxpr interpreter: a function is traced, then evaluated equation by equation, and a rule may
+replace equations.
 
-`rewrite(f, rule)` is the public function of this module. Transforms such as autocast and tune use subclasses of
-`Interpreter`. A subclass of `Interpreter` can also attach a note (any hashable information) to each value, analyze each
-jaxpr before its evaluation, and change the dtypes of values.
+`rewrite(f, rule)` is the public function of this module. Transforms such as autocast and tune use
+subclasses of `Interpreter`. A subclass of `Interpreter` can also attach a note (any hashable
+information) to each value, analyze each jaxpr before its evaluation, and change the dtypes of
+values.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Rule = Callable[[str, str, list, Any], Any]
 
 
 def rewrite(f: Callable, rule: Rule) -> Callable:
-    """Rewrites `f` with a rule, which is called for each equation of the jaxpr of `f` and may replace the equation.
+    """Rewrites `f` with a rule, which is called for each equation of the jaxpr of `f` and may
+    replace the equation.
 
         def double_sines(primitive, scope, inputs, equation):
             if primitive == "sin":
@@ -36,27 +39,30 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
         g = ft.rewrite(f, double_sines)
 
-    The rewritten function is an ordinary JAX function: it can be differentiated, compiled, batched and rewritten again.
-    Loops, branches, jit, remat, shard_map, custom derivatives and custom batching are preserved, and the rule is also
-    called for the equations inside them. A jitted function inside `f` keeps its name, its donated arguments and its
-    shardings. Equations for which the rule returns NotImplemented do not change.
+    The rewritten function is an ordinary JAX function: it can be differentiated, compiled, batched
+    and rewritten again. Loops, branches, jit, remat, shard_map, custom derivatives and custom
+    batching are preserved, and the rule is also called for the equations inside them. A jitted
+    function inside `f` keeps its name, its donated arguments and its shardings. Equations for which
+    the rule returns NotImplemented do not change.
 
     Args:
-        f: any JAX function. Array arguments are traced. Arguments that are not arrays, and results that are not JAX
-            arrays, are passed through unchanged.
-        rule: a function `rule(primitive, scope, inputs, equation)`. `primitive` is the name of the primitive, and
-            `inputs` are the input arrays. `scope` is the path of the named scopes that contain the equation, such as
-            "block/fc". The path of a named scope is the same in the forward and backward pass. `equation` is JAX's
-            equation, whose `params` contain the options of the primitive. The rule returns NotImplemented, or a list of
-            outputs with one array for each of `equation.outvars`, of the same shape and dtype. If JAX traces a body
-            (such as the body of a loop) more than once, the rule may be called several times for an equation in this
-            body.
+        f: any JAX function. Array arguments are traced. Arguments that are not arrays, and results
+            that are not JAX arrays, are passed through unchanged.
+        rule: a function `rule(primitive, scope, inputs, equation)`. `primitive` is the name of the
+            primitive, and `inputs` are the input arrays. `scope` is the path of the named scopes
+            that contain the equation, such as "block/fc". The path of a named scope is the same in
+            the forward and backward pass. `equation` is JAX's equation, whose `params` contain the
+            options of the primitive. The rule returns NotImplemented, or a list of outputs with one
+            array for each of `equation.outvars`, of the same shape and dtype. If JAX traces a body
+            (such as the body of a loop) more than once, the rule may be called several times for an
+            equation in this body.
 
     Returns:
         A function with f's signature and results.
 
     Raises:
-        TypeError: the rule does not return, for each output, an array with the shape and dtype of this output.
+        TypeError: the rule does not return, for each output, an array with the shape and dtype of
+            this output.
 
     >>> def double_sines(primitive, scope, inputs, equation):
     ...     return [2 * jnp.sin(inputs[0])] if primitive == "sin" else NotImplemented
@@ -72,7 +78,8 @@ class Interpreter:
 
     Subclasses of `Interpreter` override the method `equation`, and other methods if necessary.
 
-    An `Interpreter` caches rewritten jaxprs, so that a jitted function that is called 60 times is rewritten only once.
+    An `Interpreter` caches rewritten jaxprs, so that a jitted function that is called 60 times is
+    rewritten only once.
     """
 
     def __init__(self, rule: Callable | None = None):
@@ -84,28 +91,30 @@ class Interpreter:
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
 
-        If the method `equation` returns NotImplemented, the interpreter first rewrites the jaxprs inside the equation,
-        such as the body of a loop, and then evaluates the equation. An equation without inner jaxprs is evaluated
-        unchanged.
+        If the method `equation` returns NotImplemented, the interpreter first rewrites the jaxprs
+        inside the equation, such as the body of a loop, and then evaluates the equation. An
+        equation without inner jaxprs is evaluated unchanged.
         """
         return NotImplemented
 
     def plan(self, jaxpr, wanted: tuple) -> Any:
         """Analyzes a jaxpr before its evaluation.
 
-        The methods `equation` and `wanted` get the result of the method `plan` as the argument `plan`.
+        The methods `equation` and `wanted` get the result of the method `plan` as the argument
+        `plan`.
 
-        The tuple `wanted` contains, for each output of the jaxpr, None or a requirement, for example that the output
-        must be in float32. Each subclass of `Interpreter` defines which hashable objects it uses as requirements on
-        outputs, and what these objects mean.
+        The tuple `wanted` contains, for each output of the jaxpr, None or a requirement, for
+        example that the output must be in float32. Each subclass of `Interpreter` defines which
+        hashable objects it uses as requirements on outputs, and what these objects mean.
         """
         return None
 
     def wanted(self, plan, eqn) -> tuple:
-        """Returns a requirement, such as "must be in float32", for each output of an equation with an inner jaxpr.
+        """Returns a requirement, such as "must be in float32", for each output of an equation with
+        an inner jaxpr.
 
-        The inner jaxpr is, for example, the body of a loop. The returned tuple contains None for each output without a
-        requirement (see `plan`).
+        The inner jaxpr is, for example, the body of a loop. The returned tuple contains None for
+        each output without a requirement (see `plan`).
         """
         return (None,) * len(eqn.outvars)
 
@@ -113,24 +122,26 @@ class Interpreter:
         return Value(atom.val)
 
     def tangent(self, note) -> Any:
-        """Returns the note (attached information) for a tangent that is an input of the JVP rule of a custom_jvp.
+        """Returns the note (attached information) for a tangent that is an input of the JVP rule of
+        a custom_jvp.
 
         `note` is the note (attached information) of the primal input to which the tangent belongs.
         """
         return None
 
     def depends(self, at: Scope) -> Any:
-        """Returns the key that represents the named scope `at` in the interpreter's cache of rewritten jaxprs.
+        """Returns the key that represents the named scope `at` in the interpreter's cache of
+        rewritten jaxprs.
 
-        If the same jaxpr is evaluated in two named scopes, and `depends` returns equal keys for the two scopes, the
-        rewritten jaxpr may be reused. If the rewritten jaxpr depends on a property of the named scope, such as its
-        path, the key must therefore contain this property.
+        If the same jaxpr is evaluated in two named scopes, and `depends` returns equal keys for the
+        two scopes, the rewritten jaxpr may be reused. If the rewritten jaxpr depends on a property
+        of the named scope, such as its path, the key must therefore contain this property.
         """
         return at
 
     def saveable(self, policy):
-        """Returns the policy of jax.checkpoint for the rewritten body of a remat equation, given the policy of the
-        equation."""
+        """Returns the policy of jax.checkpoint for the rewritten body of a remat equation, given
+        the policy of the equation."""
         return policy
 
     def applied(self, f: Callable) -> Callable:
@@ -167,19 +178,22 @@ class Interpreter:
         return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
 
     def argument(self, x) -> Value:
-        """Returns the `Value` (array and attached information) of an argument of the whole function."""
+        """Returns the `Value` (array and attached information) of an argument of the whole
+        function."""
         return Value(x)
 
     def opened(self, closed):
-        """Returns the closed jaxpr that the interpreter evaluates. `closed` is the traced jaxpr of the whole function.
+        """Returns the closed jaxpr that the interpreter evaluates. `closed` is the traced jaxpr of
+        the whole function.
 
-        By default, `opened` returns `closed` unchanged. A subclass may override `opened` to return an equivalent jaxpr,
-        for example a jaxpr in which jitted functions are inlined.
+        By default, `opened` returns `closed` unchanged. A subclass may override `opened` to return
+        an equivalent jaxpr, for example a jaxpr in which jitted functions are inlined.
         """
         return closed
 
     def outer(self, jaxpr) -> tuple:
-        """Returns a requirement, such as "must be in float32", for each output of the whole function.
+        """Returns a requirement, such as "must be in float32", for each output of the whole
+        function.
 
         The returned tuple contains None for each output without a requirement (see `plan`).
         """
@@ -216,15 +230,16 @@ class Interpreter:
         return [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in jaxpr.outvars]
 
     def default(self, eqn, at: Scope, inputs: list[Value], wanted: tuple) -> list[Value]:
-        """Evaluates an equation. The jaxprs inside the equation, such as the body of a loop, are rewritten first."""
+        """Evaluates an equation. The jaxprs inside the equation, such as the body of a loop, are
+        rewritten first."""
         enter = ENTER.get(eqn.primitive.name)
         return plain(eqn, inputs) if enter is None else enter(self, eqn, at, inputs, wanted)
 
     def body(self, closed, at, wanted, notes, *, pin=None):
         """Returns a rewritten closed jaxpr as a function of arrays.
 
-        `pin` states for each output whether it is converted to the dtype that it had when the jaxpr was traced. If
-        `pin` is None, all outputs are converted to their traced dtypes.
+        `pin` states for each output whether it is converted to the dtype that it had when the jaxpr
+        was traced. If `pin` is None, all outputs are converted to their traced dtypes.
         """
 
         def call(*arrays):
@@ -240,10 +255,12 @@ class Interpreter:
         return call
 
     def kept(self, jaxpr, at, wanted, inputs: list[Value]):
-        """Returns a rewritten closed jaxpr, and a note (hashable information about the value) for each of its outputs.
+        """Returns a rewritten closed jaxpr, and a note (hashable information about the value) for
+        each of its outputs.
 
-        The rewritten jaxpr depends on the types and the notes (attached information) of the arrays in `inputs`, but not
-        on the numbers in these arrays. The rewritten jaxpr is read from the interpreter's cache if possible.
+        The rewritten jaxpr depends on the types and the notes (attached information) of the arrays
+        in `inputs`, but not on the numbers in these arrays. The rewritten jaxpr is read from the
+        interpreter's cache if possible.
         """
         notes = tuple(value.note for value in inputs)
         types = tuple(jax.typeof(value.x) for value in inputs)
@@ -274,15 +291,16 @@ class _Rewriter(Interpreter):
         if returned != expected or not listed:
             what = f"a list of {', '.join(returned) or 'nothing'}" if listed else returned[0]
             raise TypeError(
-                f"rewrite: for '{eqn.primitive.name}' at '{at.path}' the rule must return a list of "
+                f"rewrite: for '{eqn.primitive.name}' at '{at.path}' the rule must return a list "
+                f"of "
                 f"{', '.join(expected)}; it returned {what}"
             )
         return [Value(y) for y in outputs]
 
 
 class Evaluator(Interpreter):
-    """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or NotImplemented`. Inside
-    loops, branches and calls, the rule is not called."""
+    """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or
+    NotImplemented`. Inside loops, branches and calls, the rule is not called."""
 
     def equation(self, eqn, at, inputs, plan):
         arrays = [value.x for value in inputs]

@@ -1,10 +1,11 @@
-"""The scope of an operation: the part of the model, and the pass (forward or backward), to which it belongs.
+"""The scope of an operation: the part of the model, and the pass (forward or backward), to which it
+belongs.
 
-JAX records the named scopes of an operation together with the names of the transformations that created it, such as
-"transpose(jvp(block))/fc". The path without the names of transformations, "block/fc", is the same in the forward and
-backward pass. The names of the transformations show whether an operation belongs to the forward pass or to the
-backward pass. This module parses the name stacks that jaxprs and compiled HLO contain, such as
-"transpose(jvp(block))/fc".
+JAX records the named scopes of an operation together with the names of the transformations that
+created it, such as "transpose(jvp(block))/fc". The path without the names of transformations,
+"block/fc", is the same in the forward and backward pass. The names of the transformations show
+whether an operation belongs to the forward pass or to the backward pass. This module parses the
+name stacks that jaxprs and compiled HLO contain, such as "transpose(jvp(block))/fc".
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _RECOMPUTED = (
 )
 _REMATS = frozenset(("remat2", "checkpoint"))
 _MARK = re.compile(r"(jvp|transpose|vmap|linearize|batched|pmap)\((.*)\)", re.DOTALL)
-# Names that compiled programs insert between scopes: calls, loops, branches and the body of jax.checkpoint.
+# Names that compiled programs insert between scopes: calls, loops, branches and the body of
+# jax.checkpoint.
 _STRUCTURE = re.compile(
     r"(jit|pjit|custom_\w+)\(.*\)|pjit|shard_map|while|body|cond|scan|closed_call|core_call|"
     r"eval_jaxpr|branch_\d+_fun|remat2?|checkpoint|custom_(jvp|vjp)_call(_jaxpr)?|vmapped_\w+"
@@ -35,12 +37,13 @@ class Scope(NamedTuple):
     Attributes:
         path: the named scopes, joined by "/"; "" outside of all scopes.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
-        transposes: how often "transpose" occurs in the name stacks of the operation and of the equations around it. If
-            the operation is inside a jax.checkpoint whose parameter `differentiated` is True, the name stacks of this
-            jax.checkpoint and of the equations around it are not counted. When JAX transposes a jax.checkpoint inside a
-            loop, call or branch, JAX may write the scope names of the jax.checkpoint twice, such as a/b/a/b in place of
-            a/b. Therefore, if "transpose" occurs n times in the name stacks, fnet shortens scope names such as a/b/a/b
-            to a/b at most n times.
+        transposes: how often "transpose" occurs in the name stacks of the operation and of the
+            equations around it. If the operation is inside a jax.checkpoint whose parameter
+            `differentiated` is True, the name stacks of this jax.checkpoint and of the equations
+            around it are not counted. When JAX transposes a jax.checkpoint inside a loop, call or
+            branch, JAX may write the scope names of the jax.checkpoint twice, such as a/b/a/b in
+            place of a/b. Therefore, if "transpose" occurs n times in the name stacks, fnet shortens
+            scope names such as a/b/a/b to a/b at most n times.
     """
 
     path: str = ""
@@ -63,8 +66,8 @@ TOP = Scope()
 def in_jaxpr(jaxpr: Any, outer: Scope = TOP) -> Callable[..., Scope]:
     """Returns a function that maps an equation of a jaxpr to the equation's scope.
 
-    `outer` is the scope that contains the jaxpr. The optional second argument of the returned function is the
-    equation's name stack, if known.
+    `outer` is the scope that contains the jaxpr. The optional second argument of the returned
+    function is the equation's name stack, if known.
     """
     doubled = {}
     for eqn in jaxpr.eqns:
@@ -90,13 +93,15 @@ def _differentiates(eqn) -> bool:
 def _doubled(
     stack: str, differentiated: bool, transposes: int
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Returns {scope names with duplicates: scope names without duplicates}, such as {("a", "a"): ("a",)}.
+    """Returns {scope names with duplicates: scope names without duplicates}, such as {("a", "a"):
+    ("a",)}.
 
-    JAX may duplicate the scope names in the name stack of a jax.checkpoint, such as a/b/a/b in place of a/b. If the
-    function finds no duplicate scope names in the name stack, it returns {}. `transposes` counts how often "transpose"
-    occurs in the name stacks of the equations (for example a loop) that contain the jax.checkpoint. The result may be
-    wrong if the program itself nests scopes of the same name, as in a/a. The result may also be wrong for second
-    derivatives, and for a jax.checkpoint inside another jax.checkpoint in a loop.
+    JAX may duplicate the scope names in the name stack of a jax.checkpoint, such as a/b/a/b in
+    place of a/b. If the function finds no duplicate scope names in the name stack, it returns {}.
+    `transposes` counts how often "transpose" occurs in the name stacks of the equations (for
+    example a loop) that contain the jax.checkpoint. The result may be wrong if the program itself
+    nests scopes of the same name, as in a/a. The result may also be wrong for second derivatives,
+    and for a jax.checkpoint inside another jax.checkpoint in a loop.
     """
     tokens = _tokens(stack)
     names = tuple(name for name, mark in tokens if not mark)
@@ -111,8 +116,8 @@ def _doubled(
 def _undoubled(names: tuple[str, ...], times: int) -> tuple[str, ...]:
     """Replaces a tuple with two equal halves, such as (a, b, a, b), by one half, such as (a, b).
 
-    The function repeats the replacement until the two halves of the tuple differ, but makes at most `times`
-    replacements.
+    The function repeats the replacement until the two halves of the tuple differ, but makes at most
+    `times` replacements.
     """
     half = len(names) // 2
     return (
@@ -138,7 +143,8 @@ def of_operation(op_name: str) -> Scope:
     >>> of_operation("jit(step)/transpose(jvp(block))/up/dot_general")
     Scope(path='block/up', phase='backward', transposes=0)
     """
-    # XLA joins the names of operations that it merged: "block/(up/add:down/add)". Only their common part is used.
+    # XLA joins the names of operations that it merged: "block/(up/add:down/add)". Only their common
+    # part is used.
     parts = re.sub(r"(^|/)\(.*", r"\1", op_name).split("/")[:-1]
     scope, part = TOP, []
     for name in parts:
@@ -166,8 +172,8 @@ def _extended(scope: Scope, stack: str, differentiated: bool) -> Scope:
 def _parsed(stack: str, doubled: tuple = ()) -> Scope:
     """Parses a name stack as a scope.
 
-    If the argument `doubled` contains the pair (("a", "b", "a", "b"), ("a", "b")), a name stack that begins with
-    a/b/a/b is parsed as if it began with a/b.
+    If the argument `doubled` contains the pair (("a", "b", "a", "b"), ("a", "b")), a name stack
+    that begins with a/b/a/b is parsed as if it began with a/b.
     """
     written = _tokens(stack)
     tokens = _once(written)
@@ -185,7 +191,8 @@ def _parsed(stack: str, doubled: tuple = ()) -> Scope:
 def _tokens(stack: str) -> tuple[tuple[str, bool], ...]:
     """Splits a name stack into pairs (name, whether it is the name of a transformation).
 
-    For example, "transpose(jvp(a))/b" contains the transformations transpose and jvp, and the scope names a and b.
+    For example, "transpose(jvp(a))/b" contains the transformations transpose and jvp, and the scope
+    names a and b.
     """
     tokens = []
     for part in filter(None, _split(stack)):
@@ -211,13 +218,15 @@ def _split(stack: str) -> list[str]:
 
 
 def _once(tokens):
-    """Removes duplicates from a name stack, given as a tuple of scope names and names of transformations.
+    """Removes duplicates from a name stack, given as a tuple of scope names and names of
+    transformations.
 
     The name stack of a differentiated jax.checkpoint contains its scope names twice, such as
-    "transpose(jvp(a))/jvp(a)". `_once` shortens "transpose(jvp(a))/jvp(a)" to "transpose(jvp(a))". `_once` removes the
-    second copy of the scope names only if "transpose" occurs more often in the first copy than in the second copy.
-    Derivatives of higher order may create name stacks with more than two copies of the scope names, so `_once` repeats
-    the removal until it finds no more duplicates.
+    "transpose(jvp(a))/jvp(a)". `_once` shortens "transpose(jvp(a))/jvp(a)" to "transpose(jvp(a))".
+    `_once` removes the second copy of the scope names only if "transpose" occurs more often in the
+    first copy than in the second copy. Derivatives of higher order may create name stacks with more
+    than two copies of the scope names, so `_once` repeats the removal until it finds no more
+    duplicates.
     """
     marks = [token == ("transpose", True) for token in tokens]
     for end in range(1, len(tokens) if any(marks) else 0):

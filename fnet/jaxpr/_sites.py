@@ -1,8 +1,9 @@
 """Finds the sites (named values) of a program in its jaxpr, which is not evaluated.
 
-A site (named value) is a value that was passed to `tag` (see `_tags`), for example the output of a layer. The outputs
-of a `jax.named_scope` form a site (named value), too, if they were not passed to `tag`. Intermediate values of fnet's
-own primitives, such as attention weights, are also sites (named values).
+A site (named value) is a value that was passed to `tag` (see `_tags`), for example the output of a
+layer. The outputs of a `jax.named_scope` form a site (named value), too, if they were not passed to
+`tag`. Intermediate values of fnet's own primitives, such as attention weights, are also sites
+(named values).
 """
 
 from __future__ import annotations
@@ -37,17 +38,21 @@ class Site:
     Attributes:
         path: the named scopes around the value, followed by the value's own name if it has one.
         structure: the tree structure of the value.
-        types: the type (shape and dtype) of each leaf of the value, or None for a leaf that does not occur in the
-            program's jaxpr. For a value that is computed inside a scan, the types are those of one iteration.
+        types: the type (shape and dtype) of each leaf of the value, or None for a leaf that does
+            not occur in the program's jaxpr. For a value that is computed inside a scan, the types
+            are those of one iteration.
         scans: (path, length) of the scans around the value, outermost first.
-        obstacle: the enclosing operation, such as a while loop, that prevents capturing the value, or None.
-        differentiated: whether the value is computed in a part of the program that is differentiated.
+        obstacle: the enclosing operation, such as a while loop, that prevents capturing the value,
+        or None. differentiated: whether the value is computed in a part of the program that is
+        differentiated.
         custom: whether the value is inside a function with a custom derivative.
-        compute: a function `compute(eqn, arrays)` that computes an intermediate value of one of fnet's own primitives,
-            such as attention weights. None for all other values.
-        replace: a function `replace(eqn, arrays, value)` that evaluates an equation of one of fnet's own primitives,
-            but uses `value` in place of an intermediate value such as the attention weights. None for all other values.
-        name: the path, followed by "#0", "#1", ... if several named values of the program have the same path.
+        compute: a function `compute(eqn, arrays)` that computes an intermediate value of one of
+            fnet's own primitives, such as attention weights. None for all other values.
+        replace: a function `replace(eqn, arrays, value)` that evaluates an equation of one of
+            fnet's own primitives, but uses `value` in place of an intermediate value such as the
+            attention weights. None for all other values.
+        name: the path, followed by "#0", "#1", ... if several named values of the program have the
+            same path.
     """
 
     path: str
@@ -63,7 +68,8 @@ class Site:
 
     @property
     def value(self) -> Any:
-        """The type of the captured value: a tree of `jax.ShapeDtypeStruct` with a leading axis for each scan."""
+        """The type of the captured value: a tree of `jax.ShapeDtypeStruct` with a leading axis for
+        each scan."""
         lengths = tuple(length for _, length in self.scans)
         return jax.tree.unflatten(
             self.structure,
@@ -75,23 +81,26 @@ class Site:
 
     @property
     def leaves(self) -> list[int]:
-        """The leaves of the named value (a pytree) that occur in the program's jaxpr, as a list of leaf indices."""
+        """The leaves of the named value (a pytree) that occur in the program's jaxpr, as a list of
+        leaf indices."""
         return [i for i, t in enumerate(self.types) if t is not None]
 
 
 class Level:
-    """The sites (named values) of one call of a jaxpr. Several calls of the same jaxpr have separate `Level` objects.
+    """The sites (named values) of one call of a jaxpr. Several calls of the same jaxpr have
+    separate `Level` objects.
 
     Attributes:
-        made: a dict that maps the id of an equation to a list of tuples (index of an output, `Site` object, index of a
-            leaf). The tuple (i, site, j) states that output i of the equation is leaf j of the named value (a pytree)
-            that `site` describes.
-        complete: a dict that maps the id of an equation to a list of sites (named values). The list contains each site
-            of which the equation computes a leaf, unless a later equation computes another leaf of the site.
-        inner: a dict that maps the id of an equation, such as a loop, to the `Level` object (list of named values) of
-            the jaxpr inside the equation.
-        sites: all sites (named values) of the jaxpr, including those in the jaxprs inside its equations (such as the
-            bodies of loops), in the order in which they are computed.
+        made: a dict that maps the id of an equation to a list of tuples (index of an output, `Site`
+            object, index of a leaf). The tuple (i, site, j) states that output i of the equation is
+            leaf j of the named value (a pytree) that `site` describes.
+        complete: a dict that maps the id of an equation to a list of sites (named values). The list
+            contains each site of which the equation computes a leaf, unless a later equation
+            computes another leaf of the site.
+        inner: a dict that maps the id of an equation, such as a loop, to the `Level` object (list
+            of named values) of the jaxpr inside the equation.
+        sites: all sites (named values) of the jaxpr, including those in the jaxprs inside its
+            equations (such as the bodies of loops), in the order in which they are computed.
     """
 
     def __init__(self):
@@ -105,7 +114,8 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Properties that all sites (named values) of a jaxpr have in common, such as the scans that contain the jaxpr."""
+    """Properties that all sites (named values) of a jaxpr have in common, such as the scans that
+    contain the jaxpr."""
 
     at: Scope = TOP
     scans: tuple[tuple[str, int], ...] = ()
@@ -121,7 +131,8 @@ class _Place:
 
 
 def find(jaxpr: Any) -> Level:
-    """Returns a `Level` with all sites (named values) of a program, and sets the attribute `name` of each `Site`."""
+    """Returns a `Level` with all sites (named values) of a program, and sets the attribute `name`
+    of each `Site`."""
     level = _level(jaxpr, _Place(), [True] * len(jaxpr.outvars))
     uses = collections.Counter(site.path for site in level.sites)
     numbers: dict[str, int] = collections.Counter()
@@ -132,8 +143,8 @@ def find(jaxpr: Any) -> Level:
 
 
 def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
-    """Returns a `Level`, which lists the sites (named values) of a jaxpr. `live` states for each output whether it is
-    used outside of a backward pass."""
+    """Returns a `Level`, which lists the sites (named values) of a jaxpr. `live` states for each
+    output whether it is used outside of a backward pass."""
     level, scopes = Level(), list(map(in_jaxpr(jaxpr, place.at), jaxpr.eqns))
     forward = [i for i, scope in enumerate(scopes) if scope.phase == FORWARD]
     readers = collections.defaultdict(set)
@@ -158,8 +169,9 @@ def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
 def _tagged(level, jaxpr, place, scopes, forward) -> dict[int, list[Site]]:
     """Finds the values of a jaxpr that were passed to `tag`.
 
-    Returns a dict that maps the index of an equation to a list of sites (named values). The list contains each site of
-    which the equation computes a leaf, unless a later equation computes another leaf of the site.
+    Returns a dict that maps the index of an equation to a list of sites (named values). The list
+    contains each site of which the equation computes a leaf, unless a later equation computes
+    another leaf of the site.
     """
     current: dict[Any, tuple[Site, list]] = {}
     groups = []
@@ -218,11 +230,13 @@ class _Run:
 
 
 def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int, list[Site]]:
-    """Creates a site (named value) for each `jax.named_scope` whose outputs were not passed to `tag`.
+    """Creates a site (named value) for each `jax.named_scope` whose outputs were not passed to
+    `tag`.
 
-    The outputs of a `jax.named_scope` are the arrays that are computed inside the scope and used outside of it. Returns
-    a dict that maps the index of an equation to a list of sites (named values). The list contains each site of which
-    the equation computes a leaf, unless a later equation computes another leaf of the site.
+    The outputs of a `jax.named_scope` are the arrays that are computed inside the scope and used
+    outside of it. Returns a dict that maps the index of an equation to a list of sites (named
+    values). The list contains each site of which the equation computes a leaf, unless a later
+    equation computes another leaf of the site.
     """
     runs, open_runs = [], []
     for i in forward:
@@ -267,8 +281,8 @@ def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int
 def _entries(eqn, path, outer) -> list[tuple[str, tuple]]:
     """Returns (path, key) for each `jax.named_scope` around an equation, outermost first.
 
-    The key identifies one execution of a `with jax.named_scope(name)` block: equations that were traced in the same
-    execution of the block have equal keys.
+    The key identifies one execution of a `with jax.named_scope(name)` block: equations that were
+    traced in the same execution of the block have equal keys.
     """
     relative = path[len(outer) :].lstrip("/") if outer else path
     if not relative:
@@ -307,7 +321,8 @@ def _inside(level, eqn, place, scope) -> None:
 
 
 def _enter(level, eqn, place, scope, readers) -> None:
-    """Adds the sites (named values) in the bodies of an equation, such as a loop, to the `Level` object `level`."""
+    """Adds the sites (named values) in the bodies of an equation, such as a loop, to the `Level`
+    object `level`."""
     inside, name = bodies(eqn), eqn.primitive.name
     for body in inside:
         obstacle = _OBSTACLES.get(body.kind)

@@ -1,9 +1,10 @@
-"""A program as plain data: lists, numbers and strings that mean the same in every later version of JAX.
+"""A program as plain data: lists, numbers and strings that mean the same in every later version of
+JAX.
 
-This module represents a JAX program as plain data, called the stable form of the program, with only the operations that
-the documentation of `fnet.export` lists. In this stable form of a program, the names and options of the operations are
-defined by fnet, not by JAX. If JAX renames a primitive or a parameter, only `fnet/jaxpr/_stable.py` must change, and
-existing programs remain valid.
+This module represents a JAX program as plain data, called the stable form of the program, with only
+the operations that the documentation of `fnet.export` lists. In this stable form of a program, the
+names and options of the operations are defined by fnet, not by JAX. If JAX renames a primitive or a
+parameter, only `fnet/jaxpr/_stable.py` must change, and existing programs remain valid.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fnet.jaxpr._scopes import TOP
 
 
 class Unsupported(NotImplementedError):
-    """Raised for an operation that fnet cannot represent as plain data that is independent of the version of JAX.
+    """Raised for an operation that fnet cannot represent as plain data that is independent of the
+    version of JAX.
 
     Attributes:
         primitive: the name of JAX's primitive.
@@ -34,23 +36,26 @@ class Unsupported(NotImplementedError):
     def __init__(self, primitive: str, path: str, why: str = ""):
         self.primitive, self.path = primitive, path
         super().__init__(
-            f"the operation {primitive!r} at {path or 'the top level'!r} has no form that is independent "
-            f"of JAX{f' ({why})' if why else ''}; write this part of the model with other operations"
+            f"the operation {primitive!r} at {path or 'the top level'!r} has no form that is "
+            f"independent "
+            f"of JAX{f' ({why})' if why else ''}; write this part of the model with other "
+            f"operations"
         )
 
 
 def stable(closed: Any) -> tuple[dict, list[np.ndarray]]:
     """Returns (the program as JSON data, its array constants) for a closed jaxpr.
 
-    The program is a dict with the keys "values", "constants", "inputs", "equations" and "outputs". The list "values"
-    contains the type [dtype, shape] of each value of the program. Equations refer to a value by its index in the list
-    "values". Sizes of axes are integers or expressions of size variables (symbolic sizes). A literal is [dtype,
-    number]. An equation is [operation, inputs, outputs, options, path of named scopes]. The body of a loop or branch is
-    a dict with the keys "inputs", "equations" and "outputs", and may read the constants of the program.
+    The program is a dict with the keys "values", "constants", "inputs", "equations" and "outputs".
+    The list "values" contains the type [dtype, shape] of each value of the program. Equations refer
+    to a value by its index in the list "values". Sizes of axes are integers or expressions of size
+    variables (symbolic sizes). A literal is [dtype, number]. An equation is [operation, inputs,
+    outputs, options, path of named scopes]. The body of a loop or branch is a dict with the keys
+    "inputs", "equations" and "outputs", and may read the constants of the program.
 
     Raises:
-        Unsupported: the program contains an operation that cannot be written in the stable form, which is independent
-            of JAX.
+        Unsupported: the program contains an operation that cannot be written in the stable form,
+            which is independent of JAX.
     """
     closed = flatten(closed)
     writer = _Writer()
@@ -90,8 +95,9 @@ class _Equation:
 
 
 def _check_all_read(eqn, at) -> None:
-    """Raises `Unsupported` if an equation has a parameter that the stable form does not hold, unless `_IRRELEVANT`
-    states why results do not depend on it. A later version of JAX may add such a parameter."""
+    """Raises `Unsupported` if an equation has a parameter that the stable form does not hold,
+    unless `_IRRELEVANT` states why results do not depend on it. A later version of JAX may add such
+    a parameter."""
     unknown = [name for name in eqn.unread() if name not in _IRRELEVANT]
     if unknown:
         raise Unsupported(
@@ -158,14 +164,16 @@ class _Writer:
         }
 
     def closed(self, closed, at) -> dict:
-        """Returns the body of a loop or branch. The constants of the body become constants of the whole program."""
+        """Returns the body of a loop or branch. The constants of the body become constants of the
+        whole program."""
         closed = _jax.close(closed)
         self.more += [self.constant(v, x) for v, x in zip(closed.jaxpr.constvars, closed.consts)]
         return self.body(closed.jaxpr, at)
 
 
 def _number(x) -> int | float | bool | str:
-    """Returns a number as JSON. Infinity and NaN become strings in the data, because JSON cannot represent them."""
+    """Returns a number as JSON. Infinity and NaN become strings in the data, because JSON cannot
+    represent them."""
     number = np.asarray(x).item()
     if isinstance(number, complex):
         raise Unsupported("complex", "", "complex numbers")
@@ -217,15 +225,16 @@ def _mode(eqn, at):
 
 
 def _promises(eqn) -> dict:
-    """Returns what the user promised about the indices of a gather or scatter, such as {"unique": true}."""
+    """Returns what the user promised about the indices of a gather or scatter, such as {"unique":
+    true}."""
     names = {"sorted": "indices_are_sorted", "unique": "unique_indices"}
     return {name: True for name, source in names.items() if eqn.params[source]}
 
 
 def _filling(eqn, fill):
-    """Returns the value that a gather returns for indices that are out of bounds. Without a `fill_value`,
-    `jax.lax.gather` returns NaN, the smallest signed integer, the largest unsigned integer, or True for an index that
-    is out of bounds, depending on the dtype."""
+    """Returns the value that a gather returns for indices that are out of bounds. Without a
+    `fill_value`, `jax.lax.gather` returns NaN, the smallest signed integer, the largest unsigned
+    integer, or True for an index that is out of bounds, depending on the dtype."""
     dtype = eqn.outvars[0].aval.dtype
     if fill is not None:
         return _number(fill)
@@ -262,8 +271,8 @@ def _reduced(params) -> dict:
 
 
 def _applied(self, eqn, at) -> dict:
-    """Returns the function of a scatter that applies a function to the elements, such as `x.at[i].apply(jnp.exp)`. JAX
-    has no primitive of its own for it."""
+    """Returns the function of a scatter that applies a function to the elements, such as
+    `x.at[i].apply(jnp.exp)`. JAX has no primitive of its own for it."""
     jaxpr, consts = eqn.params["update_jaxpr"], eqn.params["update_consts"]
     if jaxpr is None:
         return {}
@@ -320,8 +329,8 @@ def _dot(self, eqn, at):
 
 
 def _precision(eqn) -> dict:
-    """Returns the precision of a product: the names of two `lax.Precision`, or of a `lax.DotAlgorithmPreset`. It is
-    left out where the user did not state it."""
+    """Returns the precision of a product: the names of two `lax.Precision`, or of a
+    `lax.DotAlgorithmPreset`. It is left out where the user did not state it."""
     precision = eqn.params["precision"]
     if precision is None:
         return {}
@@ -333,8 +342,8 @@ def _precision(eqn) -> dict:
 
 
 def _accuracy(self, eqn, at):
-    """Returns the accuracy of a function such as exp: the name of a `lax.AccuracyMode`, or the numbers of a
-    `lax.Tolerance`."""
+    """Returns the accuracy of a function such as exp: the name of a `lax.AccuracyMode`, or the
+    numbers of a `lax.Tolerance`."""
     accuracy = eqn.params.get("accuracy")
     if accuracy is None:
         return {}
@@ -362,9 +371,9 @@ def _pairs(padding) -> list:
 
 
 def _of(**names):
-    """Returns a function that reads the options of an operation, such as strides, from the parameters of a jaxpr
-    equation. For example, `_of(step="strides")` returns a function that reads the option `step` from the parameter
-    `strides`."""
+    """Returns a function that reads the options of an operation, such as strides, from the
+    parameters of a jaxpr equation. For example, `_of(step="strides")` returns a function that reads
+    the option `step` from the parameter `strides`."""
 
     def options(self, eqn, at):
         return {name: _plain(eqn.params[source]) for name, source in names.items()}

@@ -13,12 +13,14 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """Stores a leaf, such as a function, in the tree structure (treedef) of a pytree, so that JAX does not trace it.
+    """Stores a leaf, such as a function, in the tree structure (treedef) of a pytree, so that JAX
+    does not trace it.
 
-    A jitted function with a `Static` in its arguments is traced again for each new value of the `Static`.
+    A jitted function with a `Static` in its arguments is traced again for each new value of the
+    `Static`.
 
-    Two `Static`s are equal if their values are `alike`: `Static(1)`, `Static(1.0)` and `Static(True)` are unequal, and
-    so are `Static((0.0,))` and `Static((-0.0,))`.
+    Two `Static`s are equal if their values are `alike`: `Static(1)`, `Static(1.0)` and
+    `Static(True)` are unequal, and so are `Static((0.0,))` and `Static((-0.0,))`.
     """
 
     value: Any
@@ -33,9 +35,10 @@ class Static:
 def alike(a: Any, b: Any) -> bool:
     """Whether a program that was traced for the Python value `a` is also the program for `b`.
 
-    Python's `==` is too coarse for that: 1, True and 1.0 are equal, and so are 0.0 and -0.0, also inside containers and
-    dataclasses, but a function may branch on the type, divide by -0.0, or return another dtype. Values that are alike
-    have equal types, and their numbers are written alike. A class with a method `_alike(other)` decides for itself.
+    Python's `==` is too coarse for that: 1, True and 1.0 are equal, and so are 0.0 and -0.0, also
+    inside containers and dataclasses, but a function may branch on the type, divide by -0.0, or
+    return another dtype. Values that are alike have equal types, and their numbers are written
+    alike. A class with a method `_alike(other)` decides for itself.
     """
     if a is b:
         return True
@@ -57,7 +60,8 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def alike_fields(a: Any, b: Any) -> bool:
-    """Whether the fields of two dataclasses of one type that `==` compares are `alike`. True for other objects."""
+    """Whether the fields of two dataclasses of one type that `==` compares are `alike`. True for
+    other objects."""
     if not dataclasses.is_dataclass(a):
         return True
     names = [field.name for field in dataclasses.fields(a) if field.compare]
@@ -65,10 +69,11 @@ def alike_fields(a: Any, b: Any) -> bool:
 
 
 class Structure:
-    """The structure of a tree whose leaves that are not arrays are part of it, as the key of a traced program.
+    """The structure of a tree whose leaves that are not arrays are part of it, as the key of a
+    traced program.
 
-    Two structures are equal if their static leaves, keys and auxiliary data are `alike`. JAX compares structures with
-    `==`, so {1: x} and {True: x} have equal structures for JAX.
+    Two structures are equal if their static leaves, keys and auxiliary data are `alike`. JAX
+    compares structures with `==`, so {1: x} and {True: x} have equal structures for JAX.
 
     Raises:
         TypeError: a leaf is neither an array nor hashable.
@@ -97,8 +102,9 @@ def _nodes(structure) -> tuple:
 def boxed(tree: Any) -> Any:
     """Wraps leaves of a tree, such as functions, in `Static`s, so that JAX does not trace them.
 
-    Three kinds of leaves are wrapped in a `Static`: bools; leaves that are neither arrays nor numbers, such as
-    functions; and Python numbers in attributes of objects, such as the options of an Equinox module.
+    Three kinds of leaves are wrapped in a `Static`: bools; leaves that are neither arrays nor
+    numbers, such as functions; and Python numbers in attributes of objects, such as the options of
+    an Equinox module.
 
     Raises:
         TypeError: a leaf that must be wrapped in a `Static` is not hashable.
@@ -107,12 +113,14 @@ def boxed(tree: Any) -> Any:
 
 
 def results_boxed(tree: Any, arguments: Any = ()) -> Any:
-    """Wraps each leaf of a tree of function results in a `Static` if the leaf is neither an array nor a number.
+    """Wraps each leaf of a tree of function results in a `Static` if the leaf is neither an array
+    nor a number.
 
-    A Python number is wrapped in a `Static` only if it is an option of a returned object, such as the attribute `rate`
-    of an Equinox module, and the function did not change it. The attribute `rate` counts as unchanged if the tree
-    `arguments` (the arguments of the function) contains a `Static` with the same number in an attribute `rate`. JAX
-    does not convert a number in a `Static` to an array, so an unchanged option stays a Python number.
+    A Python number is wrapped in a `Static` only if it is an option of a returned object, such as
+    the attribute `rate` of an Equinox module, and the function did not change it. The attribute
+    `rate` counts as unchanged if the tree `arguments` (the arguments of the function) contains a
+    `Static` with the same number in an attribute `rate`. JAX does not convert a number in a
+    `Static` to an array, so an unchanged option stays a Python number.
     """
     given = {
         (_field(path), x)
@@ -145,17 +153,19 @@ def statics(tree: Any) -> list:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf has a shape and a dtype, like a JAX array, a NumPy array or a `jax.ShapeDtypeStruct`."""
+    """Whether a leaf has a shape and a dtype, like a JAX array, a NumPy array or a
+    `jax.ShapeDtypeStruct`."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def array_leaves(
     tree: Any, wanted: Callable[[Any], bool] = is_array
 ) -> tuple[list, Callable[[Iterable], Any]]:
-    """Returns a list of the leaves for which `wanted(leaf)` is true, and a function that rebuilds the tree from a list.
+    """Returns a list of the leaves for which `wanted(leaf)` is true, and a function that rebuilds
+    the tree from a list.
 
-    Leaves for which `wanted(leaf)` is false, such as bools, strings and functions, stay Python values, so that a traced
-    function can branch on them.
+    Leaves for which `wanted(leaf)` is false, such as bools, strings and functions, stay Python
+    values, so that a traced function can branch on them.
     """
     leaves, structure = jax.tree.flatten(tree)
     where = [i for i, leaf in enumerate(leaves) if wanted(leaf)]
@@ -182,12 +192,14 @@ def _traced(path, x) -> bool:
 
 
 def _inside(path) -> bool:
-    """Whether the key path of a leaf contains an attribute of an object (a `GetAttrKey`), such as `.rate`."""
+    """Whether the key path of a leaf contains an attribute of an object (a `GetAttrKey`), such as
+    `.rate`."""
     return any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
 
 
 def _field(path) -> tuple:
-    """Returns the part of a key path from its last attribute (`GetAttrKey`) on, such as `.x[0]` of `.a.x[0]`.
+    """Returns the part of a key path from its last attribute (`GetAttrKey`) on, such as `.x[0]` of
+    `.a.x[0]`.
 
     If the key path contains no `GetAttrKey`, the complete key path is returned.
     """

@@ -1,8 +1,8 @@
 """Tags: identity operations that mark values for inspection.
 
-`tag` creates identity operations only while the setting `tagging` is True, that is, while a program is traced for
-inspection. The setting `tagging` is a part of the key of JAX's caches of traced functions. Programs that are not traced
-for inspection contain no tags and are therefore not slower.
+`tag` creates identity operations only while the setting `tagging` is True, that is, while a program
+is traced for inspection. The setting `tagging` is a part of the key of JAX's caches of traced
+functions. Programs that are not traced for inspection contain no tags and are therefore not slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fnet._jax import Primitive
 from fnet.jaxpr._primitives import Description, Traits, describe
 
 tagging = jax.make_user_context(False)
-"""Whether `tag` marks values. Set this with `with tagging(True): ...`, and read it as `tagging.value`."""
+"""Whether `tag` marks values. Set this with `with tagging(True): ...`, and read it as
+`tagging.value`."""
 
 BLOCK = "[:]"  # the name of the output of each block of a stack
 
@@ -27,7 +28,8 @@ class Tagged:
 
     Attributes:
         name: the name that was passed to `tag`, or None.
-        structure: the tree structure of the value, with None in place of leaves that are not arrays.
+        structure: the tree structure of the value, with None in place of leaves that are not
+            arrays.
     """
 
     __slots__ = ("__weakref__", "name", "structure")
@@ -43,16 +45,17 @@ tag_p = Primitive("site")
 
 
 def tag(value: Any, name: str | None = None) -> Any:
-    """Names a value, so that `transforms.capture` can return the value and `transforms.intervene` can replace it.
+    """Names a value, so that `transforms.capture` can return the value and `transforms.intervene`
+    can replace it.
 
-    fnet calls `tag` automatically for the outputs of each layer. In a plain function, call `tag` for the values that
-    `capture` and `intervene` should find. `tag` returns the value unchanged, and compiled programs do not contain the
-    tag.
+    fnet calls `tag` automatically for the outputs of each layer. In a plain function, call `tag`
+    for the values that `capture` and `intervene` should find. `tag` returns the value unchanged,
+    and compiled programs do not contain the tag.
 
     Args:
         value: a tree of arrays.
-        name: the last part of the name of the value. The path of the named scopes around the value precedes `name`.
-            Default None: the name of the value is the path of the named scopes.
+        name: the last part of the name of the value. The path of the named scopes around the value
+            precedes `name`. Default None: the name of the value is the path of the named scopes.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))
@@ -77,8 +80,9 @@ def tag(value: Any, name: str | None = None) -> Any:
 def tag_of(eqn: Any) -> tuple[Tagged, int] | None:
     """Returns (call, index) for an equation that `tag` created, and None for other equations.
 
-    A call of `tag` creates one equation for each array in the tagged value. `call` is a `Tagged` object that describes
-    the call of `tag`, and `index` is the position of the equation's array among the arrays in the tagged value.
+    A call of `tag` creates one equation for each array in the tagged value. `call` is a `Tagged`
+    object that describes the call of `tag`, and `index` is the position of the equation's array
+    among the arrays in the tagged value.
     """
     return (eqn.params["call"], eqn.params["index"]) if is_tag(eqn) else None
 

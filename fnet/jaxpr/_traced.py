@@ -1,4 +1,5 @@
-"""Traces one call of a Python function. Arrays are traced; all other values are passed through unchanged."""
+"""Traces one call of a Python function. Arrays are traced; all other values are passed through
+unchanged."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class Traced:
     """The traced call f(*args, **kwargs).
 
     Attributes:
-        closed: the closed jaxpr of the call. The inputs of the jaxpr are the arrays in the arguments, and its outputs
-            are the arrays in the results.
+        closed: the closed jaxpr of the call. The inputs of the jaxpr are the arrays in the
+            arguments, and its outputs are the arrays in the results.
         arrays: the arguments that are arrays.
     """
 
@@ -52,7 +53,8 @@ class Traced:
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
 
     def result(self, arrays: Iterable) -> Any:
-        """Returns f's result, built from the outputs of the jaxpr, and updates nnx modules among the arguments."""
+        """Returns f's result, built from the outputs of the jaxpr, and updates nnx modules among
+        the arguments."""
         result, state = self.tree(map(as_array, arrays))
         return _mutable.apply(result, self._modules, state)
 
@@ -64,7 +66,8 @@ class Traced:
 
 
 def _check(x: Any) -> None:
-    """Raises TypeError if `x` is not an array but contains traced arrays, for example in the closure of a function."""
+    """Raises TypeError if `x` is not an array but contains traced arrays, for example in the
+    closure of a function."""
     if isinstance(x, _TRACED) or is_array(x):
         return
     inside = list(getattr(x, "__dict__", {}).values())
@@ -78,6 +81,7 @@ def _check(x: Any) -> None:
         )
         raise TypeError(
             f"a transformed function must return arrays, or pytrees of arrays; it returned {what} "
-            "arrays that were computed inside. Return the arrays themselves, or register the class with "
+            "arrays that were computed inside. Return the arrays themselves, or register the class "
+            "with "
             "jax.tree_util.register_dataclass"
         )

@@ -1,4 +1,5 @@
-"""The values of variables while an `Interpreter` evaluates a jaxpr, and functions that evaluate a single equation."""
+"""The values of variables while an `Interpreter` evaluates a jaxpr, and functions that evaluate a
+single equation."""
 
 from __future__ import annotations
 
@@ -13,15 +14,18 @@ from fnet import _jax
 
 
 class Value:
-    """The value of a variable of a jaxpr while an `Interpreter` evaluates the jaxpr: an array and information about it.
+    """The value of a variable of a jaxpr while an `Interpreter` evaluates the jaxpr: an array and
+    information about it.
 
     Attributes:
-        x: the array. The dtype of the array may differ from the dtype with which the value was traced.
+        x: the array. The dtype of the array may differ from the dtype with which the value was
+            traced.
         note: hashable information about the value, set by the interpreter. Default None.
-        restored: the array `x`, converted by `restore` to the traced dtype (the dtype with which the value was traced).
-            `restored` is None until the function `restore` converts `x`. All equations that need the array in the
-            traced dtype, for example float32, use the same converted array `restored`. Therefore, JAX sums the
-            gradients of these equations in the traced dtype.
+        restored: the array `x`, converted by `restore` to the traced dtype (the dtype with which
+            the value was traced). `restored` is None until the function `restore` converts `x`. All
+            equations that need the array in the traced dtype, for example float32, use the same
+            converted array `restored`. Therefore, JAX sums the gradients of these equations in the
+            traced dtype.
     """
 
     __slots__ = ("note", "restored", "x")
@@ -31,8 +35,8 @@ class Value:
 
 
 def restore(value: Value, aval: Any) -> Any:
-    """Returns the array `value.x`, converted to the dtype of `aval`. `aval` is the abstract value (shape and dtype)
-    with which the value was traced."""
+    """Returns the array `value.x`, converted to the dtype of `aval`. `aval` is the abstract value
+    (shape and dtype) with which the value was traced."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None or getattr(value.x, "dtype", dtype) == dtype:
         return value.x
@@ -50,7 +54,8 @@ def bind(eqn: Any, arrays: list, **changes: Any) -> list[Value]:
 
 
 def plain(eqn: Any, inputs: list[Value]) -> list[Value]:
-    """Evaluates an equation in the dtypes with which it was traced: inputs of other dtypes are converted first."""
+    """Evaluates an equation in the dtypes with which it was traced: inputs of other dtypes are
+    converted first."""
     return [
         Value(y)
         for y in _jax.bind_again(
@@ -62,9 +67,9 @@ def plain(eqn: Any, inputs: list[Value]) -> list[Value]:
 def as_array(x: Any) -> Any:
     """Converts the value of a literal to an array of the same dtype and weak type.
 
-    A jaxpr stores a constant scalar as a Python number with a dtype, for example as JAX's `TypedFloat`, which lacks
-    the attributes and methods of an array. JAX's own transforms never return such a number. Every other value is
-    returned unchanged.
+    A jaxpr stores a constant scalar as a Python number with a dtype, for example as JAX's
+    `TypedFloat`, which lacks the attributes and methods of an array. JAX's own transforms never
+    return such a number. Every other value is returned unchanged.
     """
     number = isinstance(x, (int, float, complex, np.generic, np.ndarray))
     return jnp.asarray(x) if number and getattr(x, "dtype", None) != jax.dtypes.float0 else x

@@ -14,7 +14,8 @@ def check_function(who: str, f: Any) -> None:
     """Raises a TypeError if the argument `f` of the transform `who` is not a function."""
     if not callable(f):
         raise TypeError(
-            f"{who}: expected a function, got {'None' if f is None else f'a {type(f).__name__}'}; pass the "
+            f"{who}: expected a function, got {'None' if f is None else f'a {type(f).__name__}'}; "
+            f"pass the "
             "function itself, not its result"
         )
 
@@ -22,16 +23,17 @@ def check_function(who: str, f: Any) -> None:
 def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable:
     """Returns a decorator that gives a transformed function the names and the docstring of `f`.
 
-    Unlike `functools.wraps`, this function does not copy the attributes in `f.__dict__` to the transformed function. If
-    `f` is a compiled function, `f.__dict__` can contain the methods `lower` and `trace` of `f`. With a copy of these
-    methods, `transformed.lower(x)` would lower `f` instead of the transformed function.
+    Unlike `functools.wraps`, this function does not copy the attributes in `f.__dict__` to the
+    transformed function. If `f` is a compiled function, `f.__dict__` can contain the methods
+    `lower` and `trace` of `f`. With a copy of these methods, `transformed.lower(x)` would lower `f`
+    instead of the transformed function.
 
     Args:
-        f: the original function, or another callable object. If `f` is a `functools.partial`, the names and the
-            docstring are those of the function in the partial.
+        f: the original function, or another callable object. If `f` is a `functools.partial`, the
+            names and the docstring are those of the function in the partial.
         who: the name of the transform, for the error if `f` is not callable. Default: no check.
-        signature: whether the transformed function also has the signature and the annotations of `f`. If False,
-            `__wrapped__` and `__annotations__` are not set. Default True.
+        signature: whether the transformed function also has the signature and the annotations of
+            `f`. If False, `__wrapped__` and `__annotations__` are not set. Default True.
     """
     if who:
         check_function(who, f)
@@ -55,9 +57,9 @@ def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable:
 class Compiled:
     """A compiled function with its own methods `lower` and `trace`, like those of `jax.jit`.
 
-    `lower` and `trace` are stored in slots, not in `__dict__`. `jax.jit` and `functools.wraps` copy the `__dict__` of a
-    function that they wrap. If `lower` and `trace` were in `__dict__`, a wrapper would call the methods of the wrapped
-    function instead of its own.
+    `lower` and `trace` are stored in slots, not in `__dict__`. `jax.jit` and `functools.wraps` copy
+    the `__dict__` of a function that they wrap. If `lower` and `trace` were in `__dict__`, a
+    wrapper would call the methods of the wrapped function instead of its own.
 
     Args:
         f: the original function, from which the names and the signature are copied.

@@ -1,9 +1,11 @@
-"""Determines at which indices the values of a program are zero if its parameters are zero at some indices.
+"""Determines at which indices the values of a program are zero if its parameters are zero at some
+indices.
 
-Indices along an axis, for example channels, may be removed from the arrays of a program if this has the same effect as
-setting the parameters to zero at these indices. If the program sums over an axis, indices of this axis may be removed
-only if the removed summands are zero. If a reshape splits an axis of size 12 into axes of sizes 3 and 4, this module
-treats the factors 3 and 4 as separate axes, which are called atoms (see `Atoms`).
+Indices along an axis, for example channels, may be removed from the arrays of a program if this has
+the same effect as setting the parameters to zero at these indices. If the program sums over an
+axis, indices of this axis may be removed only if the removed summands are zero. If a reshape splits
+an axis of size 12 into axes of sizes 3 and 4, this module treats the factors 3 and 4 as separate
+axes, which are called atoms (see `Atoms`).
 """
 
 from __future__ import annotations
@@ -34,20 +36,22 @@ _BOTH = frozenset(("add", "sub", "add_any", "or", "concatenate", "stack", "dynam
 
 
 def freeze_nonzero_sums(frame: Frame, inputs: Sequence[Zero], atoms: Atoms) -> list[Zero]:
-    """Marks axes whose size must not change, because a jaxpr sums over them and removing an index may change the sum.
+    """Marks axes whose size must not change, because a jaxpr sums over them and removing an index
+    may change the sum.
 
     Args:
         frame: a `Frame`, which contains the jaxpr and the axes of each of its variables.
-        inputs: for each input of the jaxpr, the set of the axes along which zeros in the parameters cause zeros in the
-            input. An axis is in this set if the input is zero at an index of the axis whenever all parameters are zero
-            at the same index. For example, if the input is zero in channel 3 whenever all parameters are zero in
-            channel 3, the set contains the channel axis. If the input is zero everywhere, the constant `ALWAYS`
-            replaces the set.
-        atoms: an `Atoms` with all axes of the program. `freeze_nonzero_sums` calls `atoms.freeze` for each axis whose
-            size must not change.
+        inputs: for each input of the jaxpr, the set of the axes along which zeros in the parameters
+            cause zeros in the input. An axis is in this set if the input is zero at an index of the
+            axis whenever all parameters are zero at the same index. For example, if the input is
+            zero in channel 3 whenever all parameters are zero in channel 3, the set contains the
+            channel axis. If the input is zero everywhere, the constant `ALWAYS` replaces the set.
+        atoms: an `Atoms` with all axes of the program. `freeze_nonzero_sums` calls `atoms.freeze`
+            for each axis whose size must not change.
 
     Returns:
-        A list that describes where each output of the jaxpr is zero, in the format of the argument `inputs`.
+        A list that describes where each output of the jaxpr is zero, in the format of the argument
+        `inputs`.
     """
     jaxpr = frame.jaxpr
     zero: dict[Any, Zero] = dict(zip(jaxpr.invars, inputs))
@@ -123,7 +127,8 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
 
 
 def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
-    """Returns the axes in the set `zero`, except the axes along which the equation broadcasts its operand `v`."""
+    """Returns the axes in the set `zero`, except the axes along which the equation broadcasts its
+    operand `v`."""
     if not zero:
         return zero
     pairs = zip(frame.of(v), frame.of(eqn.outvars[0]))
@@ -136,7 +141,8 @@ def _summed(axes, zero, atoms, why):
 
 
 def _bounded(eqn, name, ins) -> Zero:
-    """max(x, c) for c <= 0, min(x, c) for c >= 0, and clamp(a, x, b) for a <= 0 <= b are zero wherever x is zero."""
+    """max(x, c) for c <= 0, min(x, c) for c >= 0, and clamp(a, x, b) for a <= 0 <= b are zero
+    wherever x is zero."""
     value = lambda v: v.val if isinstance(v, _jax.Literal) else None
     if name == "clamp":
         low, _, high = map(value, eqn.invars)
@@ -148,15 +154,18 @@ def _bounded(eqn, name, ins) -> Zero:
 
 
 def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
-    """Returns the axes along which zeros in the parameters imply zeros in a matrix product or convolution.
+    """Returns the axes along which zeros in the parameters imply zeros in a matrix product or
+    convolution.
 
-    In the matrix product einsum("bij,bjk->bik", x, y), the result is zero at each index b of the batch axis at which x
-    or y is zero. The result of einsum("bij,bjk->bik", x, y) is also zero at each index i at which x is zero, and at
-    each index k at which y is zero. The groups of a convolution are treated like a batch axis.
+    In the matrix product einsum("bij,bjk->bik", x, y), the result is zero at each index b of the
+    batch axis at which x or y is zero. The result of einsum("bij,bjk->bik", x, y) is also zero at
+    each index i at which x is zero, and at each index k at which y is zero. The groups of a
+    convolution are treated like a batch axis.
 
-    In a matrix product such as x @ x.T, the rows and the columns of the result are the same axis of the program. Row i
-    of the result is zero if row i of the left operand is zero, and column i of the result is zero if column i of the
-    right operand is zero. Therefore, the returned set contains this axis only if the sets of both operands contain it.
+    In a matrix product such as x @ x.T, the rows and the columns of the result are the same axis of
+    the program. Row i of the result is zero if row i of the left operand is zero, and column i of
+    the result is zero if column i of the right operand is zero. Therefore, the returned set
+    contains this axis only if the sets of both operands contain it.
     """
     lhs, rhs = (frame.of(v) for v in eqn.invars[:2])
     if found.op.name == "dot_general":

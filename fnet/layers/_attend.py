@@ -1,10 +1,12 @@
-"""Dot-product attention as a primitive whose implementation is selected when the program is compiled.
+"""Dot-product attention as a primitive whose implementation is selected when the program is
+compiled.
 
-There are three primitives. `attention` computes the output. `attention_tangent` computes the tangent of the output, and
-is used by the JVP of `attention`. The primitive `attention_tangent` is linear in the tangents of query, key and value.
-The transpose of `attention_tangent` is `attention_backward`, which computes the cotangents in a backward pass.
-`attention_tangent` and `attention_backward` are differentiated by JAX: their derivatives are those of equivalent
-operations of `jax.lax`.
+There are three primitives. `attention` computes the output. `attention_tangent` computes the
+tangent of the output, and is used by the JVP of `attention`. The primitive `attention_tangent` is
+linear in the tangents of query, key and value. The transpose of `attention_tangent` is
+`attention_backward`, which computes the cotangents in a backward pass. `attention_tangent` and
+`attention_backward` are differentiated by JAX: their derivatives are those of equivalent operations
+of `jax.lax`.
 """
 
 from __future__ import annotations
@@ -44,39 +46,44 @@ def dot_product_attention(
 
         out[t, h] = sum_s softmax_s(scale query[t, h] . key[s, g] + mask[t, s]) value[s, g],  g = h // (heads / groups)
 
-    On a CPU, the queries are processed in blocks. If `causal` or `window` hides a key from all queries of a block, the
-    computation of this block skips the key. On a GPU or TPU, a flash attention kernel runs if it supports the
-    arguments; otherwise XLA compiles the formula. `transforms.explain` reports which implementation runs. Forward-mode
-    and reverse-mode derivatives of any order are supported. For the backward pass, query, key, value and output are
-    stored; the attention weights are recomputed. The stored output has the name "attention", by which
-    `jax.checkpoint_policies.save_only_these_names` can select it.
+    On a CPU, the queries are processed in blocks. If `causal` or `window` hides a key from all
+    queries of a block, the computation of this block skips the key. On a GPU or TPU, a flash
+    attention kernel runs if it supports the arguments; otherwise XLA compiles the formula.
+    `transforms.explain` reports which implementation runs. Forward-mode and reverse-mode
+    derivatives of any order are supported. For the backward pass, query, key, value and output are
+    stored; the attention weights are recomputed. The stored output has the name "attention", by
+    which `jax.checkpoint_policies.save_only_these_names` can select it.
 
-    Glossary: b batch, t time of the queries, s time of the keys, h query heads, g key/value heads, d head_dim. In the
-    formula, `heads` is the number of query heads, and `groups` is the number of key/value heads.
+    Glossary: b batch, t time of the queries, s time of the keys, h query heads, g key/value heads,
+    d head_dim. In the formula, `heads` is the number of query heads, and `groups` is the number of
+    key/value heads.
 
     Args:
         query: [b, t, h, d].
-        key, value: [b, s, g, d] in the query's dtype. h / g query heads share one key/value head (Ainslie et al.,
-            2023).
-        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis of the mask may
-            have length 1. In the formula, mask[t, s] is 0 for True and minus infinity for False. Default None: no mask.
-        lengths: integers [b], the number of valid keys at the start of each example; all other keys (padding) are
-            ignored. Default None: all keys are valid.
-        starts: integers [b], the position of the first query of each example, counted from the example's first key.
-            Only `causal` and `window` depend on positions. Default None: 0.
-        causal: whether a query attends only to keys at its own and earlier positions. Default False.
-        window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends to the last `window`
-            keys, including the key at its own position. Without `causal`, a query attends to all keys that are less
-            than `window` positions away. Default None: no limit.
+        key, value: [b, s, g, d] in the query's dtype. h / g query heads share one key/value head
+            (Ainslie et al., 2023).
+        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any
+            axis of the mask may have length 1. In the formula, mask[t, s] is 0 for True and minus
+            infinity for False. Default None: no mask.
+        lengths: integers [b], the number of valid keys at the start of each example; all other keys
+            (padding) are ignored. Default None: all keys are valid.
+        starts: integers [b], the position of the first query of each example, counted from the
+            example's first key. Only `causal` and `window` depend on positions. Default None: 0.
+        causal: whether a query attends only to keys at its own and earlier positions. Default
+            False.
+        window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends
+            to the last `window` keys, including the key at its own position. Without `causal`, a
+            query attends to all keys that are less than `window` positions away. Default None: no
+            limit.
         scale: the factor by which the logits are multiplied. Default None: 1 / sqrt(d).
-        softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
-            Default None: no bound.
+        softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits /
+            softcap), as in Gemma 2. Default None: no bound.
 
     Returns:
-        An array [b, t, h, d] in the query's dtype. The output is 0 for a query that attends to no key. The softmax is
-        computed in float32, or in float64 for float64 inputs. If a key or value contains NaN, the outputs of all
-        queries that attend to this key are NaN. Depending on the implementation, NaN in a key or value also affects
-        queries that do not attend to this key.
+        An array [b, t, h, d] in the query's dtype. The output is 0 for a query that attends to no
+        key. The softmax is computed in float32, or in float64 for float64 inputs. If a key or value
+        contains NaN, the outputs of all queries that attend to this key are NaN. Depending on the
+        implementation, NaN in a key or value also affects queries that do not attend to this key.
 
     Raises:
         ValueError: the shapes do not match, `window` is less than 1, or `softcap` is not positive.
@@ -128,7 +135,8 @@ def attend(
     scale=None,
     softcap=None,
 ) -> jax.Array:
-    """Computes `dot_product_attention` for arguments that are already validated; the mask has four axes."""
+    """Computes `dot_product_attention` for arguments that are already validated; the mask has four
+    axes."""
     where = {"mask": mask, "lengths": lengths, "starts": starts}
     given = tuple(name for name, x in where.items() if x is not None)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
@@ -158,7 +166,8 @@ def mask_of(mask, shape, what) -> jax.Array:
     fits = 2 <= mask.ndim <= 4 and all(have in (1, need) for have, need in zip(full, shape))
     if not fits or mask.dtype != jnp.bool_:
         raise ValueError(
-            f"{what} must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] of "
+            f"{what} must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] "
+            f"of "
             f"{shape}; got {mask.dtype}{list(mask.shape)}"
         )
     return mask.reshape(full)
@@ -172,7 +181,8 @@ def _check(query, key, value):
         or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
     ):
         raise ValueError(
-            "dot_product_attention: expected query [batch, time, heads, head_dim], and key and value "
+            "dot_product_attention: expected query [batch, time, heads, head_dim], and key and "
+            "value "
             f"[batch, keys, key/value heads, head_dim] with equal batch and head_dim; got {shapes}"
         )
     if not key.shape[2] or query.shape[2] % key.shape[2]:
@@ -187,21 +197,23 @@ def _check(query, key, value):
         )
 
 
-# The primitives. The operands are query, key and value, then the arrays named in `form.given`, then the operands listed
-# in the docstrings below. The parameter `compute` is the dtype to which operands of products are rounded, and `outs`
-# contains the dtypes of the results. Autocast sets both.
+# The primitives. The operands are query, key and value, then the arrays named in `form.given`, then
+# the operands listed in the docstrings below. The parameter `compute` is the dtype to which
+# operands of products are rounded, and `outs` contains the dtypes of the results. Autocast sets
+# both.
 
 attention_p = Primitive("attention")
-"""Result: out. With `residuals`, the results are out, peak and total. Peak and total are the softmax statistics that a
-backward pass needs. They have no derivatives: when the other two primitives are differentiated, out, peak and total are
-recomputed from query, key and value."""
+"""Result: out. With `residuals`, the results are out, peak and total. Peak and total are the
+softmax statistics that a backward pass needs. They have no derivatives: when the other two
+primitives are differentiated, out, peak and total are recomputed from query, key and value."""
 
 tangent_p = Primitive("attention_tangent")
-"""Operands: ..., out, peak, total, then the tangents of those of query, key and value for which `moving` is True.
-Result: the tangent of out."""
+"""Operands: ..., out, peak, total, then the tangents of those of query, key and value for which
+`moving` is True. Result: the tangent of out."""
 
 backward_p = Primitive("attention_backward")
-"""Operands: ..., out, peak, total, the cotangent of out. Results: the cotangents of query, key and value."""
+"""Operands: ..., out, peak, total, the cotangent of out. Results: the cotangents of query, key and
+value."""
 
 
 def _attention(blocks, products, *args, form, compute, outs, residuals):
@@ -230,22 +242,23 @@ def _cotangents(args):
 
 
 def _in_one_block(operand, f, *args, **params):
-    """Evaluates the attention function `f` on all queries and keys at once. The function `operand` maps the dtype
-    `compute` to the dtype of the operands of the matrix products."""
+    """Evaluates the attention function `f` on all queries and keys at once. The function `operand`
+    maps the dtype `compute` to the dtype of the operands of the matrix products."""
     form, compute = params["form"], params["compute"]
     products = Products(compute, operand(compute), form.precision)
     return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
 
 
 _by_xla = functools.partial(_in_one_block, lambda compute: compute)
-# The operations are the same on every platform. JAX differentiates them to compute higher derivatives. The operands of
-# products are float32 instead of a 16-bit dtype, because XLA:CPU does not support all 16-bit products.
+# The operations are the same on every platform. JAX differentiates them to compute higher
+# derivatives. The operands of products are float32 instead of a 16-bit dtype, because XLA:CPU does
+# not support all 16-bit products.
 _whole = functools.partial(_in_one_block, xla.widened)
 
 
 def _on_cpu(f, *args, **params):
-    # XLA:CPU supports bfloat16 products with float32 sums in two forms only. A program with another form fails at run
-    # time: see transforms/_lowered.py.
+    # XLA:CPU supports bfloat16 products with float32 sums in two forms only. A program with another
+    # form fails at run time: see transforms/_lowered.py.
     form, compute = params["form"], params["compute"]
     products = Products(compute, compute, form.precision, barred=compute == jnp.bfloat16)
     return f(xla.spans(form, args[0].shape[1], args[1].shape[1]), products, *args, **params)
@@ -302,7 +315,8 @@ def _explain(primitive, query, key, *_, form, compute, **params) -> str:
 
 
 def _refusal(primitive, platform, eqn) -> str | None:
-    """Returns why no kernel implements an equation on "cuda" or "tpu", or None if a kernel implements it."""
+    """Returns why no kernel implements an equation on "cuda" or "tpu", or None if a kernel
+    implements it."""
     if primitive is tangent_p:
         return "there is no kernel for tangents"
     return flash.refusal(platform, *_form(**eqn.params), *(v.aval for v in eqn.invars[:2]))
@@ -322,18 +336,21 @@ def _weights(eqn, arrays):
 
 
 def _reweighted(eqn, arrays, weights):
-    """Returns the outputs of an equation with the attention primitive, computed with the given attention weights."""
+    """Returns the outputs of an equation with the attention primitive, computed with the given
+    attention weights."""
     form, compute = _form(**eqn.params)
     y = xla.mixed(Products(compute, xla.widened(compute), form.precision), weights, arrays[2])
     return [y.astype(eqn.outvars[0].aval.dtype)]
 
 
 def _axes(eqn):
-    """Describes the axes of the inputs and outputs of an attention primitive (see `jaxpr.Description.axes`).
+    """Describes the axes of the inputs and outputs of an attention primitive (see
+    `jaxpr.Description.axes`).
 
-    The letters b, t, s, g and d stand for the same axes as in the docstring of `dot_product_attention`, such as b for
-    batch. The letter "o" stands for an axis of length 1. The axis of the h query heads is written "gr", because each of
-    the g key/value heads serves r query heads. Only the sizes of the head axes g and r may change.
+    The letters b, t, s, g and d stand for the same axes as in the docstring of
+    `dot_product_attention`, such as b for batch. The letter "o" stands for an axis of length 1. The
+    axis of the h query heads is written "gr", because each of the g key/value heads serves r query
+    heads. Only the sizes of the head axes g and r may change.
     """
     (b, t, h, d), (_, s, g, _) = (v.aval.shape for v in eqn.invars[:2])
     sizes = {"b": b, "t": t, "s": s, "g": g, "r": h // g, "d": d, "o": 1}
@@ -352,10 +369,11 @@ def _axes(eqn):
 
 
 def _lower(params, compute, out) -> dict | None:
-    """Returns a dict with the new dtypes that autocast sets in an equation with an attention primitive.
+    """Returns a dict with the new dtypes that autocast sets in an equation with an attention
+    primitive.
 
-    If the equation's dtype is not float32 or if the user set a precision, the function returns None, and autocast does
-    not change the equation.
+    If the equation's dtype is not float32 or if the user set a precision, the function returns
+    None, and autocast does not change the equation.
     """
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
         return None
@@ -428,7 +446,8 @@ def _batch(primitive, args, axes, *, form, **params):
 
 
 def _derivative(primitive, f, primals, tangents, **params):
-    """JVP rule of a primitive: differentiates `f`, which computes the primitive's results with `jax.lax` operations."""
+    """JVP rule of a primitive: differentiates `f`, which computes the primitive's results with
+    `jax.lax` operations."""
     moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
     def of(*moved):
@@ -478,7 +497,8 @@ def _backward_transpose(cotangents, *args, form, compute, outs):
 
 
 def _backward_by_definition(blocks, products, *args, form, compute, outs):
-    """Computes the same cotangents of query, key and value as `_backward`, but with `jax.vjp` of the forward pass."""
+    """Computes the same cotangents of query, key and value as `_backward`, but with `jax.vjp` of
+    the forward pass."""
     where = args[3 : 3 + len(form.given)]
 
     def run(q, k, v, cotangent, *where):

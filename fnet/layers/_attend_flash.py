@@ -1,7 +1,8 @@
-"""Attention kernels that never store the attention weights: cuDNN's on NVIDIA GPUs, splash attention on TPUs.
+"""Attention kernels that never store the attention weights: cuDNN's on NVIDIA GPUs, splash
+attention on TPUs.
 
-If a kernel does not support the arguments, `refusal` returns the reason, and XLA compiles the operations of
-`_attend_xla` instead.
+If a kernel does not support the arguments, `refusal` returns the reason, and XLA compiles the
+operations of `_attend_xla` instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ AMPERE, HOPPER = 8.0, 9.0
 
 
 def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole") -> str | None:
-    """Returns why a platform's kernel does not support an attention, or None if the kernel supports the attention.
+    """Returns why a platform's kernel does not support an attention, or None if the kernel supports
+    the attention.
 
     Args:
         platform: "cuda" or "tpu".
@@ -88,8 +90,8 @@ def _splash(form, compute, t, s, d):
 
 @functools.cache
 def _nvidia() -> tuple[float, int]:
-    """Returns (compute capability, cuDNN version). On a machine without a GPU, returns the compute capability of Ampere
-    GPUs and the version number of cuDNN 9.5."""
+    """Returns (compute capability, cuDNN version). On a machine without a GPU, returns the compute
+    capability of Ampere GPUs and the version number of cuDNN 9.5."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -102,9 +104,10 @@ def forward(
 ):
     """Returns [out], where `out` is the output of the attention.
 
-    If `residuals` is True, returns [out, peak, total]. The arrays `peak` and `total` [b, h, t] define the attention
-    weights, which are exp(logits - peak) / total. The kernels compute `peak` as the logsumexp of each row of logits, so
-    exp(logits - peak) is already normalized, and the divisor `total` is 1 everywhere.
+    If `residuals` is True, returns [out, peak, total]. The arrays `peak` and `total` [b, h, t]
+    define the attention weights, which are exp(logits - peak) / total. The kernels compute `peak`
+    as the logsumexp of each row of logits, so exp(logits - peak) is already normalized, and the
+    divisor `total` is 1 everywhere.
     """
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     results = ("bthd", "bht") if residuals else ("bthd",)
@@ -114,8 +117,8 @@ def forward(
 
 
 def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *rest):
-    """Returns the cotangents of q, k and v. `rest` contains the optional arrays (mask, lengths), the results of
-    `forward` (out, peak, total), and the cotangent of the output."""
+    """Returns the cotangents of q, k and v. `rest` contains the optional arrays (mask, lengths),
+    the results of `forward` (out, peak, total), and the cotangent of the output."""
     *where, out, peak, _, gradient = rest
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     blind = _blind(form, mask, lengths)
@@ -134,8 +137,8 @@ def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *re
 def _operands(form, compute, q, k, v, where):
     """Returns (the operands of a kernel, the axes of each operand, (mask, lengths)).
 
-    The returned mask and lengths are those that the kernel uses, or None. If the caller passed both a mask and lengths,
-    they are combined into one mask.
+    The returned mask and lengths are those that the kernel uses, or None. If the caller passed both
+    a mask and lengths, they are combined into one mask.
     """
     given = dict(zip(form.given, where))
     mask, lengths = given.get("mask"), given.get("lengths")
@@ -161,9 +164,11 @@ def _real(lengths, k):
 
 
 def _blind(form, mask, lengths):
-    """Returns booleans, broadcastable to [b, h, t], that are True for queries that attend to no key.
+    """Returns booleans, broadcastable to [b, h, t], that are True for queries that attend to no
+    key.
 
-    Returns None if `mask` and `lengths` are None, because every query then attends to at least one key.
+    Returns None if `mask` and `lengths` are None, because every query then attends to at least one
+    key.
     """
     if mask is not None:
         t, s = mask.shape[2:]
@@ -185,8 +190,8 @@ def _silent(blind, x):
 def _named(kinds, arrays):
     """Splits `arrays` into (bias, lengths, list of the other arrays).
 
-    `arrays` contains the operands that follow query, key and value. `bias` and `lengths` are None if they were not
-    passed.
+    `arrays` contains the operands that follow query, key and value. `bias` and `lengths` are None
+    if they were not passed.
     """
     rest = list(arrays)
     bias = rest.pop(0) if len(kinds) > 3 and kinds[3].endswith("ts") else None
@@ -256,14 +261,15 @@ _KERNELS = {
 def _split(kernel, form, operands, results, partitioning):
     """Returns a function of `*arrays` that calls `kernel(form, operands, results, *arrays)`.
 
-    XLA can partition the returned function along the batch and the heads. Arrays that are sharded along the time axes
-    or head_dim are gathered first.
+    XLA can partition the returned function along the batch and the heads. Arrays that are sharded
+    along the time axes or head_dim are gathered first.
 
     Args:
-        operands, results: the axes of each array as a string of letters, such as "bthd". The letters are b for batch, t
-            and s for time, h and g for heads, and d for head_dim. A capital letter, B or H, means that the batch axis
-            or the axis of the heads has length 1.
-        partitioning: as in `refusal`. If `partitioning` is "whole", XLA does not partition the program.
+        operands, results: the axes of each array as a string of letters, such as "bthd". The
+            letters are b for batch, t and s for time, h and g for heads, and d for head_dim. A
+            capital letter, B or H, means that the batch axis or the axis of the heads has length 1.
+        partitioning: as in `refusal`. If `partitioning` is "whole", XLA does not partition the
+            program.
     """
     whole = partitioning == "whole"
     return (

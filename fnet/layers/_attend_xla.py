@@ -1,7 +1,9 @@
-"""Attention as operations of `jax.lax`: forward pass, backward pass and tangent, in blocks of queries.
+"""Attention as operations of `jax.lax`: forward pass, backward pass and tangent, in blocks of
+queries.
 
-Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, r = h / g, d head_dim.
-Statistics of a row of logits: peak is its maximum, and total is the sum of exp(logits - peak). Both are [b, h, t].
+Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, r = h / g,
+d head_dim. Statistics of a row of logits: peak is its maximum, and total is the sum of exp(logits -
+peak). Both are [b, h, t].
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ class Form:
 
     Attributes:
         causal, window, scale, softcap: as in `dot_product_attention`.
-        given: the names of the optional arrays that were passed, in the order "mask", "lengths", "starts". The optional
-            arrays follow query, key and value in the operands.
-        precision: the precision of the matrix products, as in `jax.default_matmul_precision`. None: the platform's
-            default.
+        given: the names of the optional arrays that were passed, in the order "mask", "lengths",
+            "starts". The optional arrays follow query, key and value in the operands.
+        precision: the precision of the matrix products, as in `jax.default_matmul_precision`. None:
+            the platform's default.
     """
 
     causal: bool
@@ -37,14 +39,16 @@ class Form:
     softcap: float | None = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether the options allow queries that attend to no key. If the number t of queries or the number s of keys
-        is symbolic, the method assumes t > s unless t and s are the same expression."""
+        """Whether the options allow queries that attend to no key. If the number t of queries or
+        the number s of keys is symbolic, the method assumes t > s unless t and s are the same
+        expression."""
         more = t > s if sized(t, s) else t != s
         return bool(self.given) or (self.window is not None and more)
 
 
 class Span(NamedTuple):
-    """A block of queries and its keys: the queries start .. stop - 1 attend only to the keys low .. high - 1."""
+    """A block of queries and its keys: the queries start .. stop - 1 attend only to the keys low ..
+    high - 1."""
 
     start: int
     stop: int
@@ -53,11 +57,13 @@ class Span(NamedTuple):
 
 
 def spans(form: Form, t: int, s: int) -> list[Span]:
-    """Splits the queries into up to eight blocks (more with a window), each with the keys that it can attend to.
+    """Splits the queries into up to eight blocks (more with a window), each with the keys that it
+    can attend to.
 
-    With a causal mask, four blocks of queries attend to 1/4, 2/4, 3/4 and all of the keys, so only 5/8 of the attention
-    logits are computed. With more than eight blocks, the matrix products have so few rows that the total time
-    increases. If the number of queries or of keys is symbolic, all queries form one block.
+    With a causal mask, four blocks of queries attend to 1/4, 2/4, 3/4 and all of the keys, so only
+    5/8 of the attention logits are computed. With more than eight blocks, the matrix products have
+    so few rows that the total time increases. If the number of queries or of keys is symbolic, all
+    queries form one block.
     """
     if not sized(t, s):
         return [Span(0, t, 0, s)]
@@ -83,10 +89,11 @@ def widened(dtype):
 
 
 class Products(NamedTuple):
-    """Matrix products [b, g, m, k] x [b, g, k, n]. The attribute `operand` is the dtype in which the operands are
-    multiplied. Before the multiplication, the operands are rounded to the precision of the dtype `compute`, and then
-    converted to the dtype `operand`. Sums have the dtype `wide`. If `barred` is True, optimization barriers prevent
-    XLA:CPU from merging transposes into the matrix products, because merged bfloat16 products would fail at run
+    """Matrix products [b, g, m, k] x [b, g, k, n]. The attribute `operand` is the dtype in which
+    the operands are multiplied. Before the multiplication, the operands are rounded to the
+    precision of the dtype `compute`, and then converted to the dtype `operand`. Sums have the dtype
+    `wide`. If `barred` is True, optimization barriers prevent XLA:CPU from merging transposes into
+    the matrix products, because merged bfloat16 products would fail at run
     time."""
 
     compute: Any
@@ -141,11 +148,12 @@ class Products(NamedTuple):
 def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
     """Computes attention in blocks of queries.
 
-    Returns (output [b, t, h, d], peak [b, h, t], total [b, h, t]), where peak is the maximum of each row of logits, and
-    total is the row sum of exp(logits - peak). The three returned arrays have the dtype `products.wide`.
+    Returns (output [b, t, h, d], peak [b, h, t], total [b, h, t]), where peak is the maximum of
+    each row of logits, and total is the row sum of exp(logits - peak). The three returned arrays
+    have the dtype `products.wide`.
 
-    The attention weights are normalized after the product with the values, so that an array [t, d] is divided instead
-    of an array [t, s].
+    The attention weights are normalized after the product with the values, so that an array [t, d]
+    is divided instead of an array [t, s].
     """
     b, t, h, _ = q.shape
     g = k.shape[2]
@@ -177,7 +185,8 @@ def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where)
 
 
 def weights(form: Form, products: Products, q, k, *where):
-    """Returns the attention weights [b, h, t, s] in the dtype `products.wide`; masked keys have weight 0."""
+    """Returns the attention weights [b, h, t, s] in the dtype `products.wide`; masked keys have
+    weight 0."""
     g = k.shape[2]
     at = Span(0, q.shape[1], 0, k.shape[1])
     logits, seen = _logits(form, products, at, _split(q, g), _split(k, g)[:, :, 0], where)
@@ -200,30 +209,31 @@ def mixed(products: Products, weights, v):
 def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest):
     """Returns the cotangents of q, k and v.
 
-    `rest` contains the optional arrays (mask, lengths, starts), the three results of `forward`, and the cotangent of
-    the attention output. The results of `forward` are the attention output, the maximum `peak` of each row of logits,
-    and the row sum `total` of exp(logits - peak).
+    `rest` contains the optional arrays (mask, lengths, starts), the three results of `forward`, and
+    the cotangent of the attention output. The results of `forward` are the attention output, the
+    maximum `peak` of each row of logits, and the row sum `total` of exp(logits - peak).
 
-    The attention weights are recomputed from q, k, peak and total, with the same operations as in the forward pass. If
-    the forward and the backward pass are in one program, XLA computes the attention weights only once. In the formulas,
-    w contains the normalized attention weights, and y = w v is the output. A prime denotes a cotangent; for example, v'
-    is the cotangent of v:
+    The attention weights are recomputed from q, k, peak and total, with the same operations as in
+    the forward pass. If the forward and the backward pass are in one program, XLA computes the
+    attention weights only once. In the formulas, w contains the normalized attention weights, and y
+    = w v is the output. A prime denotes a cotangent; for example, v' is the cotangent of v:
 
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
-    In exact arithmetic, sum(w w'), the dot product of a query's attention weights and their cotangents, equals the dot
-    product of the attention output and its cotangent. The dot product of the attention output and its cotangent, which
-    sums over the features, is faster to compute than sum(w w'), which sums over the keys (Dao et al., 2022,
-    FlashAttention, appendix B.4). In 16-bit dtypes, however, the attention output is rounded. The cotangents of a row
-    of logits sum to 0 in exact arithmetic, but would not sum to exactly 0 if they were computed from the rounded
-    output. Therefore `backward` computes the dot product of the attention weights and their cotangents.
+    In exact arithmetic, sum(w w'), the dot product of a query's attention weights and their
+    cotangents, equals the dot product of the attention output and its cotangent. The dot product of
+    the attention output and its cotangent, which sums over the features, is faster to compute than
+    sum(w w'), which sums over the keys (Dao et al., 2022, FlashAttention, appendix B.4). In 16-bit
+    dtypes, however, the attention output is rounded. The cotangents of a row of logits sum to 0 in
+    exact arithmetic, but would not sum to exactly 0 if they were computed from the rounded output.
+    Therefore `backward` computes the dot product of the attention weights and their cotangents.
     """
     *where, _, peak, total, y = rest
     b, t, h, d = q.shape
     g, s = k.shape[2], k.shape[1]
     inverse = 1 / total.astype(products.wide)
-    # The cotangent is divided by total. In float16, the weights are divided, because the divided cotangent would
-    # underflow.
+    # The cotangent is divided by total. In float16, the weights are divided, because the divided
+    # cotangent would underflow.
     early = products.compute == jnp.float16
     y = _split(y.astype(products.wide), g)
     if not early:
@@ -263,8 +273,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
 
 def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
-    """Returns the tangent of the output. `moving` contains three booleans, which state whether q, k and v have
-    tangents. The tangents of q, k and v are at the end of `rest`."""
+    """Returns the tangent of the output. `moving` contains three booleans, which state whether q, k
+    and v have tangents. The tangents of q, k and v are at the end of `rest`."""
     tangents = iter(rest[len(form.given) :])
     return jax.jvp(
         lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[: len(form.given)])[0],
@@ -277,7 +287,8 @@ def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v,
 
 
 def seen(form: Form, at: Span, shape, where):
-    """Returns a boolean mask for a block of queries, True where a query may attend to a key, or None if all are True.
+    """Returns a boolean mask for a block of queries, True where a query may attend to a key, or
+    None if all are True.
 
     The mask broadcasts to [b, h, t, s] for the t queries of the block and the s keys of the block.
 
@@ -316,7 +327,8 @@ def seen(form: Form, at: Span, shape, where):
 
 
 def _logits(form, products, at, q, k, where):
-    """Returns (the logits [b, h, t, s] of a block of queries and its keys, the result of `seen` for this block)."""
+    """Returns (the logits [b, h, t, s] of a block of queries and its keys, the result of `seen` for
+    this block)."""
     b, g, r, t, _ = q.shape
     shape = b, g * r, at.stop - at.start, at.high - at.low
     logits = (
@@ -336,7 +348,8 @@ def _cast(x, dtype):
 
 
 def _split(x, groups):
-    """Groups the query heads by key/value head, so that keys are not repeated: [b, t, h, d] -> [b, g, r, t, d]."""
+    """Groups the query heads by key/value head, so that keys are not repeated: [b, t, h, d] -> [b,
+    g, r, t, d]."""
     b, t, h, d = x.shape
     return x.reshape(b, t, groups, h // groups, d).transpose(0, 2, 3, 1, 4)
 
@@ -353,7 +366,8 @@ def _merged(x):
 
 
 def _grouped(x, groups):
-    """Reshapes [b, h, t, s] to [b, g, r * t, s]. Each of the g key/value heads is shared by r = h / g query heads."""
+    """Reshapes [b, h, t, s] to [b, g, r * t, s]. Each of the g key/value heads is shared by r = h /
+    g query heads."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 

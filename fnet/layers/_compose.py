@@ -17,8 +17,8 @@ from fnet.layers._scope import Scope, describe
 
 
 class _Children(Layer):
-    """A layer with named children (inner layers or functions). The name of a child that is passed by position is "0",
-    "1", .... The name of a child that is passed by keyword is the keyword."""
+    """A layer with named children (inner layers or functions). The name of a child that is passed
+    by position is "0", "1", .... The name of a child that is passed by keyword is the keyword."""
 
     layers: tuple[Callable, ...]
     names: tuple[str, ...]
@@ -53,8 +53,9 @@ class Sequential(_Children):
     """Applies layers one after another: each layer receives the output of the previous layer.
 
     Args:
-        layers: layers, or plain functions of one array. Layers and functions that are passed by position are named "0",
-            "1", .... The name of a layer that is passed by keyword is the keyword.
+        layers: layers, or plain functions of one array. Layers and functions that are passed by
+            position are named "0", "1", .... The name of a layer that is passed by keyword is the
+            keyword.
 
     Inputs: the inputs of the first layer. Output: the output of the last layer.
 
@@ -83,8 +84,9 @@ class Residual(_Children):
 
     Args:
         layers: the layers of f, passed and named as in `Sequential`.
-        shortcut: a layer or function that is applied to the input before the addition. If `shortcut` is a layer, the
-            paths of its parameters begin with "shortcut". Default: the input is added unchanged.
+        shortcut: a layer or function that is applied to the input before the addition. If
+            `shortcut` is a layer, the paths of its parameters begin with "shortcut". Default: the
+            input is added unchanged.
 
     Source: He et al. (2016), Deep Residual Learning for Image Recognition, eq. 1 and 2.
 
@@ -123,7 +125,8 @@ class Residual(_Children):
             )
         if y.shape != x.shape:
             raise ValueError(
-                f"Residual at {scope}: the output {y.shape} and the input {x.shape} must have one shape; "
+                f"Residual at {scope}: the output {y.shape} and the input {x.shape} must have one "
+                f"shape; "
                 "pass a shortcut that maps the input to the output's shape"
             )
         return x + y
@@ -134,8 +137,8 @@ class Parallel(_Children):
 
     Args:
         layers: the layers, passed and named as in `Sequential`.
-        combine: a function of two arrays that combines the outputs from left to right, as in `functools.reduce`.
-            Default: addition.
+        combine: a function of two arrays that combines the outputs from left to right, as in
+            `functools.reduce`. Default: addition.
 
     >>> from fnet import layers as nn
     >>> model = nn.Parallel(nn.Dense(8), jax.nn.relu, combine=lambda a, b: a * b)
@@ -163,22 +166,25 @@ class Parallel(_Children):
 
 
 class Stack(Layer):
-    """Applies `depth` copies of a block one after another, as one `lax.scan` over stacked parameters.
+    """Applies `depth` copies of a block one after another, as one `lax.scan` over stacked
+    parameters.
 
-    The time for tracing and compilation does not grow with the depth. Every parameter and state array of the block gets
-    a leading axis of length `depth`. The leading axis has the logical name "layers", which is a hint for sharding. The
-    initial values are the same as those of `Sequential(*[block] * depth)`, but stacked along the new axis. `Stack` does
-    not add a name to the paths of the block's arrays.
+    The time for tracing and compilation does not grow with the depth. Every parameter and state
+    array of the block gets a leading axis of length `depth`. The leading axis has the logical name
+    "layers", which is a hint for sharding. The initial values are the same as those of
+    `Sequential(*[block] * depth)`, but stacked along the new axis. `Stack` does not add a name to
+    the paths of the block's arrays.
 
     Args:
-        block: the layer that is copied. The output of the block must have the shape and dtype of the first input of the
-            block.
+        block: the layer that is copied. The output of the block must have the shape and dtype of
+            the first input of the block.
         depth: the number of copies.
-        unroll: the number of copies of the block that are applied in one iteration of the loop, passed to `lax.scan` as
-            its argument `unroll`. Default 1.
+        unroll: the number of copies of the block that are applied in one iteration of the loop,
+            passed to `lax.scan` as its argument `unroll`. Default 1.
 
-    Inputs: x, and any further inputs of the block. The first input of each copy of the block is the output of the
-    previous copy (x for the first copy); all other inputs are the same for every copy.
+    Inputs: x, and any further inputs of the block. The first input of each copy of the block is the
+    output of the previous copy (x for the first copy); all other inputs are the same for every
+    copy.
 
     >>> from fnet import layers as nn
     >>> stack = nn.Stack(nn.Dense(8), 12)
@@ -208,13 +214,15 @@ class Stack(Layer):
 
 
 class Remat(Layer):
-    """Applies `jax.checkpoint` to a block: the backward pass recomputes intermediate values, which are not stored.
+    """Applies `jax.checkpoint` to a block: the backward pass recomputes intermediate values, which
+    are not stored.
 
     The results and the paths of the parameters are the same as those of the block without `Remat`.
 
     Args:
         block: the layer.
-        policy: a policy from `jax.checkpoint_policies`, which selects the intermediate values to be stored.
+        policy: a policy from `jax.checkpoint_policies`, which selects the intermediate values to be
+            stored.
             Default None: no intermediate values are stored.
 
     Source: Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost.
@@ -245,7 +253,8 @@ class Remat(Layer):
 
 
 def _same(scope, block, x, y):
-    """Checks that the output of a stacked block has the same shape and dtype as the first input of the block."""
+    """Checks that the output of a stacked block has the same shape and dtype as the first input of
+    the block."""
     taken, given = (jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree) for tree in (x, y))
     if taken != given:
         raise ValueError(

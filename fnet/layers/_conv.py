@@ -20,24 +20,30 @@ Padding = str | int | Sequence[int | tuple[int, int]]
 
 
 class Conv(Layer):
-    """A convolution (cross-correlation, as in all neural network libraries) over the axes between batch and channels.
+    """A convolution (cross-correlation, as in all neural network libraries) over the axes between
+    batch and channels.
 
-    If kernel_size is a tuple, its length is the number of spatial dimensions. If kernel_size is a number, the input
-    determines the number of dimensions, so `Conv(64, 3)` works for sequences, images and volumes.
+    If kernel_size is a tuple, its length is the number of spatial dimensions. If kernel_size is a
+    number, the input determines the number of dimensions, so `Conv(64, 3)` works for sequences,
+    images and volumes.
 
     Args:
         features: number of output channels.
-        kernel_size: size of the window: one number for all dimensions, or one number for each dimension.
-        strides: step of the window: one number for all dimensions, or one number for each dimension. Default 1.
-        padding: "SAME" (default) adds zeros so that the output size is the input size / stride, rounded up. "VALID"
-            adds no padding. "CAUSAL", for one dimension only, adds zeros before the first position so that no output
-            depends on later positions. Explicit padding is one number for all dimensions, one number for each
-            dimension, or one (before, after) pair for each dimension.
+        kernel_size: size of the window: one number for all dimensions, or one number for each
+            dimension.
+        strides: step of the window: one number for all dimensions, or one number for each
+        dimension. Default 1. padding: "SAME" (default) adds zeros so that the output size is the
+        input size / stride, rounded up. "VALID"
+            adds no padding. "CAUSAL", for one dimension only, adds zeros before the first position
+            so that no output depends on later positions. Explicit padding is one number for all
+            dimensions, one number for each dimension, or one (before, after) pair for each
+            dimension.
         dilation: spacing of the window's elements. Default 1.
-        groups: number of channel groups, each with its own convolution. If `groups` is the number of input channels,
-            the convolution is depthwise; see `DepthwiseConv`. Default 1.
+        groups: number of channel groups, each with its own convolution. If `groups` is the number
+            of input channels, the convolution is depthwise; see `DepthwiseConv`. Default 1.
         use_bias: whether to add a bias. Default True.
-        kernel_init, bias_init: initializers, as in `jax.nn.initializers`. Defaults: LeCun normal, zeros.
+        kernel_init, bias_init: initializers, as in `jax.nn.initializers`. Defaults: LeCun normal,
+            zeros.
 
     Input: [batch, *space, in]. Output: [batch, *space', features], in the input's dtype.
 
@@ -121,30 +127,34 @@ class DepthwiseConv(Layer):
 
 
 class ConvTranspose(Layer):
-    """Transposed convolution, for example to increase the resolution of images by the factor `strides`.
+    """Transposed convolution, for example to increase the resolution of images by the factor
+    `strides`.
 
-    As in PyTorch and Keras, the layer is the transpose of a `Conv` with the same window, strides, padding and dilation.
-    The backward pass of a `Conv` is a linear map from the gradient of the output to the gradient of the input. In its
-    forward pass, `ConvTranspose` applies the linear map of a `Conv`'s backward pass, and then adds a bias. With the
-    padding "SAME", the output size of the transposed convolution is the input size times the stride. With the padding
-    "VALID" and dilation 1, the output size is (input size - 1) * stride + window. With the explicit padding 2, for
-    example, a `Conv` adds 2 positions at each end of its input, so `ConvTranspose` removes 2 positions at each end of
-    its output.
+    As in PyTorch and Keras, the layer is the transpose of a `Conv` with the same window, strides,
+    padding and dilation. The backward pass of a `Conv` is a linear map from the gradient of the
+    output to the gradient of the input. In its forward pass, `ConvTranspose` applies the linear map
+    of a `Conv`'s backward pass, and then adds a bias. With the padding "SAME", the output size of
+    the transposed convolution is the input size times the stride. With the padding "VALID" and
+    dilation 1, the output size is (input size - 1) * stride + window. With the explicit padding 2,
+    for example, a `Conv` adds 2 positions at each end of its input, so `ConvTranspose` removes 2
+    positions at each end of its output.
 
     Args:
         features: number of output channels.
-        kernel_size, strides, padding, dilation, groups, use_bias, kernel_init, bias_init: as in `Conv`, except that
-            padding cannot be "CAUSAL".
-        output_padding: number of positions added at the end of each dimension of the output, one number or one for each
-            dimension. For example, a `Conv` with stride 2, window 3 and padding "VALID" maps inputs of the sizes 7 and
-            8 to outputs of the size 3. The corresponding `ConvTranspose` maps the size 3 to the size 7 with
-            `output_padding=0`, and to the size 8 with `output_padding=1`. Default 0.
+        kernel_size, strides, padding, dilation, groups, use_bias, kernel_init, bias_init: as in
+            `Conv`, except that padding cannot be "CAUSAL".
+        output_padding: number of positions added at the end of each dimension of the output, one
+            number or one for each dimension. For example, a `Conv` with stride 2, window 3 and
+            padding "VALID" maps inputs of the sizes 7 and 8 to outputs of the size 3. The
+            corresponding `ConvTranspose` maps the size 3 to the size 7 with `output_padding=0`, and
+            to the size 8 with `output_padding=1`. Default 0.
 
     Input: [batch, *space, in]. Output: [batch, *space', features], in the input's dtype.
 
     Parameters: kernel [*window, in // groups, features], bias [features].
 
-    Source: Dumoulin and Visin (2016), A guide to convolution arithmetic for deep learning, section 4.
+    Source: Dumoulin and Visin (2016), A guide to convolution arithmetic for deep learning, section
+    4.
 
     >>> from fnet import layers as nn
     >>> conv, x = nn.ConvTranspose(8, 3, strides=2), jnp.ones((1, 14, 14, 4))
@@ -171,7 +181,8 @@ class ConvTranspose(Layer):
         )
         if self.padding == "CAUSAL":
             raise ValueError(
-                f"ConvTranspose at {scope}: padding must be 'SAME', 'VALID' or explicit; got 'CAUSAL'"
+                f"ConvTranspose at {scope}: padding must be 'SAME', 'VALID' or explicit; got "
+                f"'CAUSAL'"
             )
         kernel = jnp.flip(
             _kernel("ConvTranspose", self, scope, x, window), range(len(window))
@@ -208,7 +219,8 @@ def _kernel(who, layer, scope, x, window) -> jax.Array:
     inputs, groups = x.shape[-1], layer.groups
     if inputs % groups or layer.features % groups:
         raise ValueError(
-            f"{who} at {scope}: the input's {inputs} channels and features={layer.features} must be "
+            f"{who} at {scope}: the input's {inputs} channels and features={layer.features} must "
+            f"be "
             f"multiples of groups={groups}"
         )
     out = "out" if groups == 1 else f"{groups}*out"
@@ -267,7 +279,8 @@ def _affine(x, kernel, bias, options):
 
 
 def layout(ndim: int) -> lax.ConvDimensionNumbers:
-    """Returns the dimension numbers for inputs [batch, *space, channels] and kernels [*window, in, out]."""
+    """Returns the dimension numbers for inputs [batch, *space, channels] and kernels [*window, in,
+    out]."""
     data = (0, ndim - 1, *range(1, ndim - 1))
     return lax.ConvDimensionNumbers(data, (ndim - 1, ndim - 2, *range(ndim - 2)), data)
 
@@ -277,7 +290,8 @@ def numbers(name, value, dims, who, scope) -> tuple[int, ...]:
     value = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(value) != dims:
         raise ValueError(
-            f"{who} at {scope}: expected {dims} numbers for {name}, one for each dimension; got {value}"
+            f"{who} at {scope}: expected {dims} numbers for {name}, one for each dimension; got "
+            f"{value}"
         )
     return value
 
@@ -300,7 +314,8 @@ def geometry(who, scope, x, window, strides, dilation=1):
 
 
 def pads(who, scope, padding, window, dilation=None):
-    """Returns a padding in JAX's form: "SAME", "VALID" or a (before, after) pair for each dimension."""
+    """Returns a padding in JAX's form: "SAME", "VALID" or a (before, after) pair for each
+    dimension."""
     dims = len(window)
     if isinstance(padding, str):
         if padding in ("SAME", "VALID"):
@@ -308,7 +323,8 @@ def pads(who, scope, padding, window, dilation=None):
         if padding == "CAUSAL" and dims == 1:
             return [((dilation[0] if dilation else 1) * (window[0] - 1), 0)]
         raise ValueError(
-            f"{who} at {scope}: padding must be 'SAME', 'VALID', 'CAUSAL' (one dimension) or explicit; "
+            f"{who} at {scope}: padding must be 'SAME', 'VALID', 'CAUSAL' (one dimension) or "
+            f"explicit; "
             f"got {padding!r} for {dims} dimensions"
         )
     if isinstance(padding, int):
@@ -316,7 +332,8 @@ def pads(who, scope, padding, window, dilation=None):
     pairs = [(pad, pad) if isinstance(pad, int) else tuple(pad) for pad in padding]
     if len(pairs) != dims or any(len(pair) != 2 for pair in pairs):
         raise ValueError(
-            f"{who} at {scope}: explicit padding must be a number or a (before, after) pair for each of "
+            f"{who} at {scope}: explicit padding must be a number or a (before, after) pair for "
+            f"each of "
             f"{dims} dimensions; got {padding}"
         )
     return pairs

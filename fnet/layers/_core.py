@@ -1,4 +1,5 @@
-"""Layer: an immutable description of a computation. The layer's parameters and state are stored outside the layer."""
+"""Layer: an immutable description of a computation. The layer's parameters and state are stored
+outside the layer."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ _RESERVED = ("key", "state", "train")
 
 @typing.dataclass_transform(frozen_default=True)
 class Layer:
-    """A model or a part of a model: an immutable object that is called as a pure function of its parameters.
+    """A model or a part of a model: an immutable object that is called as a pure function of its
+    parameters.
 
-    Subclasses declare their options as dataclass fields and define one method, `forward(self, scope, *inputs)`:
+    Subclasses declare their options as dataclass fields and define one method, `forward(self,
+    scope, *inputs)`:
 
     >>> class Scale(nn.Layer):
     ...     factor: float
@@ -37,9 +40,10 @@ class Layer:
     >>> model(params, x).shape
     (4, 3)
 
-    A layer is immutable, hashable and picklable. A layer is a pytree without leaves. Fields that are lists become
-    tuples; a field that is an array or a dict raises an error. If a field is a function, define the function only once:
-    `jax.jit` traces a model again for a new function, and each evaluation of a lambda creates a new function.
+    A layer is immutable, hashable and picklable. A layer is a pytree without leaves. Fields that
+    are lists become tuples; a field that is an array or a dict raises an error. If a field is a
+    function, define the function only once: `jax.jit` traces a model again for a new function, and
+    each evaluation of a lambda creates a new function.
     """
 
     _varargs: typing.ClassVar[bool] = (
@@ -52,7 +56,8 @@ class Layer:
         for name in inspect.get_annotations(cls):
             if name in _METHODS:
                 raise TypeError(
-                    f"{cls.__name__}.{name}: a field cannot have the name of a Layer's method; rename it"
+                    f"{cls.__name__}.{name}: a field cannot have the name of a Layer's method; "
+                    f"rename it"
                 )
         for name, function in vars(cls).items():
             if name == "forward" or getattr(function, "is_layer_method", False):
@@ -60,7 +65,8 @@ class Layer:
         cls._varargs = getattr(cls, "_varargs", False) or "__init__" in vars(cls)
         own = {"__eq__", "__hash__"} & vars(cls).keys()
         dataclasses.dataclass(frozen=True, repr=False, init=not cls._varargs)(cls)
-        # Layer defines these methods for all subclasses, so that help() of a layer does not list generated methods.
+        # Layer defines these methods for all subclasses, so that help() of a layer does not list
+        # generated methods.
         cls._alike = cls.__eq__ if own else _alike
         if not own:
             cls._hash = cls.__hash__
@@ -78,36 +84,46 @@ class Layer:
         cls.__init__ = __init__
 
     def forward(self, scope: Scope, *inputs: Any, **options: Any) -> Any:
-        """Computes the outputs. Subclasses define `forward`; `layer(scope, ...)` and `model(params, ...)` call it."""
+        """Computes the outputs. Subclasses define `forward`; `layer(scope, ...)` and `model(params,
+        ...)` call it."""
         raise NotImplementedError(f"{type(self).__name__} has no forward(self, scope, ...)")
 
     def __call__(self, where: Any, *inputs: Any, **options: Any) -> Any:
-        """Computes the outputs. In a model, write `layer(scope, *inputs)`; elsewhere, write `model(params, *inputs)`.
+        """Computes the outputs. In a model, write `layer(scope, *inputs)`; elsewhere, write
+        `model(params, *inputs)`.
 
             logits = model(params, x)                                             # inference
             logits, state = model(params, x, state=state, key=key, train=True)    # training
 
         Args:
-            where: inside a model, the Scope of the layer; outside a model, the dict of the model's parameters.
-            inputs, options: the inputs of `forward`. Calls outside a model also accept state, key and train.
-            state: the dict of the model's state. If a dict is passed, even `{}`, the call also returns the new state,
-                which has the structure, shapes and dtypes of `state`. Default None: no state is returned.
-            key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
-            train: whether layers such as Dropout and BatchNorm behave as in training. Default False.
+            where: inside a model, the Scope of the layer; outside a model, the dict of the model's
+                parameters.
+            inputs, options: the inputs of `forward`. Calls outside a model also accept state, key
+                and train.
+            state: the dict of the model's state. If a dict is passed, even `{}`, the call also
+                returns the new state, which has the structure, shapes and dtypes of `state`.
+                Default None: no state is returned.
+            key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default
+                None.
+            train: whether layers such as Dropout and BatchNorm behave as in training. Default
+                False.
 
         Returns:
             The output, or `(output, state)` if state is passed.
 
         Raises:
             TypeError: the first argument is neither a Scope nor a dict.
-            ValueError: an array of params or state is missing or has the wrong shape; the message names its path.
+            ValueError: an array of params or state is missing or has the wrong shape; the message
+                names its path.
         """
         return _call(self, type(self).forward, where, inputs, options)
 
     def spec(self, *inputs: Any, train: bool = False, **options: Any) -> Spec:
-        """Returns `(params, state)`, two trees of `ParamSpec` with the shapes and initializers of all arrays.
+        """Returns `(params, state)`, two trees of `ParamSpec` with the shapes and initializers of
+        all arrays.
 
-        The arguments of `spec` are those of `init` except `key`. `spec` traces `forward` once, but computes no arrays.
+        The arguments of `spec` are those of `init` except `key`. `spec` traces `forward` once, but
+        computes no arrays.
         """
         record = self._record(inputs, options, train)
         return Spec(record["params"], record["state"])
@@ -117,8 +133,8 @@ class Layer:
     ) -> tuple[dict, dict]:
         """Creates `(params, state)`, plain nested dicts, without running the model.
 
-        The random key of each array is derived from `key` and the array's path, so adding a layer does not change the
-        initial values of other layers.
+        The random key of each array is derived from `key` and the array's path, so adding a layer
+        does not change the initial values of other layers.
 
         Args:
             key: a `jax.random.key`.
@@ -138,22 +154,27 @@ class Layer:
     def cache(self, *inputs: Any, **options: Any) -> dict:
         """Creates empty key/value caches for inputs of shape [batch, max_length, ...].
 
-        Pass the caches as `state`, merged with any other state. The returned state contains the updated caches.
+        Pass the caches as `state`, merged with any other state. The returned state contains the
+        updated caches.
 
-            logits, cache = model(params, prompt, state=model.cache(jax.ShapeDtypeStruct((batch, 1024), jnp.int32)))
+            logits, cache = model(params, prompt, state=model.cache(jax.ShapeDtypeStruct((batch,
+            1024), jnp.int32)))
         """
         cache = self._record(inputs, options, False)["cache"]
         if not cache:
             raise ValueError(
-                f"{type(self).__name__} has no cache, because none of its layers is a causal Attention"
+                f"{type(self).__name__} has no cache, because none of its layers is a causal "
+                f"Attention"
             )
         return _spec.make(cache, jax.random.key(0))
 
     def check(self, params: dict, *inputs: Any, state: dict | None = None, **options: Any) -> None:
-        """Checks that `params` (and `state`, if passed) contain exactly the arrays that the model uses for the inputs.
+        """Checks that `params` (and `state`, if passed) contain exactly the arrays that the model
+        uses for the inputs.
 
         Raises:
-            ValueError: arrays are missing, have the wrong shape, or are not used; the message lists the arrays.
+            ValueError: arrays are missing, have the wrong shape, or are not used; the message lists
+                the arrays.
         """
         record = self._record(inputs, options, False)
         wrong = _differences("params", record["params"], params)
@@ -165,7 +186,8 @@ class Layer:
             )
 
     def _record(self, inputs, options, train, path=()):
-        """Returns a dict of `ParamSpec` trees: "params", "state" and "cache". Paths in errors begin with `path`."""
+        """Returns a dict of `ParamSpec` trees: "params", "state" and "cache". Paths in errors begin
+        with `path`."""
         _check_train(train)
         arrays, rebuild = array_leaves((inputs, options))
         record = {"params": {}, "state": {}, "cache": {}}
@@ -205,7 +227,8 @@ class Layer:
         )
 
     def __reduce__(self):
-        # Stores only fields that differ from their defaults: JAX's initializers are closures, which pickle rejects.
+        # Stores only fields that differ from their defaults: JAX's initializers are closures, which
+        # pickle rejects.
         return _restore, (
             type(self),
             {name: _portable(value) for name, value in _options(self).items()},
@@ -216,7 +239,8 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a layer's method. Callers inside a model pass a scope; callers outside a model pass the parameters.
+    """Decorates a layer's method. Callers inside a model pass a scope; callers outside a model pass
+    the parameters.
 
     >>> class Twice(nn.Layer):
     ...     def forward(self, scope, x):
@@ -238,7 +262,8 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
-    """Creates a Layer class whose `forward` calls `function`. The function's keyword-only parameters become fields.
+    """Creates a Layer class whose `forward` calls `function`. The function's keyword-only
+    parameters become fields.
 
     >>> @nn.layer
     ... def scaled(scope, x, *, features, factor=2.0):
@@ -283,7 +308,8 @@ def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
     def __init__(self, *args, **options):
         if args:
             raise TypeError(
-                f"{name}: expected options by keyword, because this constructs a layer; to call it, write "
+                f"{name}: expected options by keyword, because this constructs a layer; to call "
+                f"it, write "
                 f"{name}(...)(scope, x)"
             )
         construct(self, **options)
@@ -297,12 +323,14 @@ def _call(layer, function, where, inputs, options):
     if isinstance(where, Scope):
         if options and any(word in options for word in _RESERVED):
             raise TypeError(
-                f"{name} at {quote(where._place.path)}: inside a model, the scope provides state, key and "
+                f"{name} at {quote(where._place.path)}: inside a model, the scope provides state, "
+                f"key and "
                 "train; omit them"
             )
         place, run = where._place, where._place.run
         outer, path = run.here, place.path
-        # Named scopes can only be nested, so a shared scope from elsewhere in the tree enters its complete path.
+        # Named scopes can only be nested, so a shared scope from elsewhere in the tree enters its
+        # complete path.
         new = path[len(outer) :] if path[: len(outer)] == outer else path
         run.here = path
         try:
@@ -365,7 +393,8 @@ def _tuples(value):
 
 
 def _alike(layer, other):
-    """Whether two layers have the same options: a program traced for one is the program of the other."""
+    """Whether two layers have the same options: a program traced for one is the program of the
+    other."""
     return alike_fields(layer, other) if type(layer) is type(other) else NotImplemented
 
 
@@ -396,7 +425,8 @@ def _options(layer):
 
 
 class _Public(typing.NamedTuple):
-    """The public name of a JAX function, such as `jax.nn.relu`. A pickled layer contains the name, not the function."""
+    """The public name of a JAX function, such as `jax.nn.relu`. A pickled layer contains the name,
+    not the function."""
 
     module: str
     name: str
@@ -429,7 +459,8 @@ def _check_inputs(name, function, first=1):
     for parameter in list(inspect.signature(function).parameters)[first:]:
         if parameter in _RESERVED:
             raise TypeError(
-                f"{name}: {parameter!r} is a reserved name and cannot be an input; rename it, or use "
+                f"{name}: {parameter!r} is a reserved name and cannot be an input; rename it, or "
+                f"use "
                 "scope.key(), scope.state(...) or scope.train"
             )
 
@@ -438,7 +469,8 @@ def _check_train(train):
     if not isinstance(train, (bool, np.bool_)):
         given = f"an array {train.shape}" if hasattr(train, "shape") else describe(train)
         raise TypeError(
-            f"train= must be True or False when the model is traced; got {given} (with jax.jit, use "
+            f"train= must be True or False when the model is traced; got {given} (with jax.jit, "
+            f"use "
             "static_argnames='train')"
         )
 

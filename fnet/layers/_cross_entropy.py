@@ -1,4 +1,5 @@
-"""Cross-entropy of a linear head in chunks, so that the logits over a large vocabulary are never all in memory."""
+"""Cross-entropy of a linear head in chunks, so that the logits over a large vocabulary are never
+all in memory."""
 
 from __future__ import annotations
 
@@ -25,40 +26,45 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> jax.Array:
-    """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in chunks of positions.
+    """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in
+    chunks of positions.
 
-    The logits [batch, time, vocab_size] are the largest array in a training step of a language model. For example, for
-    32 texts of 1,024 tokens and GPT-2's vocabulary of 50,257 tokens, the float32 logits need 6.6 GB. The gradient with
-    respect to the logits needs another 6.6 GB. `linear_cross_entropy` computes at most 2^29 logits at once (2 GiB in
-    float32, enough for 10 texts of 1,024 tokens). If the batch has more than 2^29 logits, `linear_cross_entropy` splits
-    the time axis into chunks. The function computes the logits of one chunk, reduces the logits to losses, and discards
-    the logits before the next chunk. The backward pass recomputes the logits of each chunk, so a training step computes
-    four matrix products of the size of x @ kernel instead of three. Sums over the vocabulary are computed in float32
-    for every input dtype. Forward-mode and reverse-mode derivatives of any order are supported.
+    The logits [batch, time, vocab_size] are the largest array in a training step of a language
+    model. For example, for 32 texts of 1,024 tokens and GPT-2's vocabulary of 50,257 tokens, the
+    float32 logits need 6.6 GB. The gradient with respect to the logits needs another 6.6 GB.
+    `linear_cross_entropy` computes at most 2^29 logits at once (2 GiB in float32, enough for 10
+    texts of 1,024 tokens). If the batch has more than 2^29 logits, `linear_cross_entropy` splits
+    the time axis into chunks. The function computes the logits of one chunk, reduces the logits to
+    losses, and discards the logits before the next chunk. The backward pass recomputes the logits
+    of each chunk, so a training step computes four matrix products of the size of x @ kernel
+    instead of three. Sums over the vocabulary are computed in float32 for every input dtype.
+    Forward-mode and reverse-mode derivatives of any order are supported.
 
     Args:
-        x: [..., time, features], floating point. The axes before the time axis are not split into chunks, so they can
-            be sharded.
-        kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass `embedding.T`.
-        labels: [..., time], integers in 0 .. vocab_size - 1. If a label is negative or at least vocab_size, its loss is
-            NaN.
+        x: [..., time, features], floating point. The axes before the time axis are not split into
+            chunks, so they can be sharded.
+        kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass
+            `embedding.T`.
+        labels: [..., time], integers in 0 .. vocab_size - 1. If a label is negative or at least
+            vocab_size, its loss is NaN.
         bias: [vocab_size]. Default None: no bias.
-        softcap: a bound on the logits. The logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
-            Default None: no bound.
-        chunk_size: maximum number of positions of the time axis in a chunk. Default: the largest number of positions
-            for which a chunk has at most 2^29 logits, but at least 64 positions. If one chunk contains all positions,
-            no logits are recomputed. If the shape of x contains a symbolic size (see `jax.export`), the default is one
-            chunk; for a large vocabulary, set chunk_size.
+        softcap: a bound on the logits. The logits are replaced by softcap * tanh(logits / softcap),
+            as in Gemma 2. Default None: no bound.
+        chunk_size: maximum number of positions of the time axis in a chunk. Default: the largest
+            number of positions for which a chunk has at most 2^29 logits, but at least 64
+            positions. If one chunk contains all positions, no logits are recomputed. If the shape
+            of x contains a symbolic size (see `jax.export`), the default is one chunk; for a large
+            vocabulary, set chunk_size.
 
     Returns:
-        Losses [..., time] in nats, float32. Padded positions have losses too; multiply the losses of these positions
-        by 0.
+        Losses [..., time] in nats, float32. Padded positions have losses too; multiply the losses
+        of these positions by 0.
 
     Raises:
         ValueError: the shapes or dtypes of the arguments do not match.
 
-    Source: Milakov and Gimelshein (2018), Online normalizer calculation for softmax; Wijmans et al. (2025), Cut Your
-    Losses in Large-Vocabulary Language Models.
+    Source: Milakov and Gimelshein (2018), Online normalizer calculation for softmax; Wijmans et al.
+    (2025), Cut Your Losses in Large-Vocabulary Language Models.
 
     >>> x, kernel = jnp.ones((2, 6, 4)), jnp.zeros((4, 10))
     >>> linear_cross_entropy(x, kernel, jnp.zeros((2, 6), int), chunk_size=2).round(4)[0, 0]    # ln 10
@@ -103,7 +109,8 @@ def _losses(x, kernel, labels, bias, softcap):
         logits = logits + lax.expand_dims(bias, range(logits.ndim - 1))
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    # A comparison that is fused into the sum replaces a gather, because the gradient of a gather is a scatter.
+    # A comparison that is fused into the sum replaces a gather, because the gradient of a gather is
+    # a scatter.
     tokens = lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     chosen = jnp.where(tokens == labels[..., None], logits, 0).sum(-1)
     valid = (labels >= 0) & (labels < kernel.shape[1])
@@ -113,8 +120,8 @@ def _losses(x, kernel, labels, bias, softcap):
 def _count(time, chunk_size):
     """Returns the number of chunks into which a time axis of length `time` is split.
 
-    With n = ceil(time / chunk_size), the function returns the smallest number from n to 1.5 n that divides `time`
-    (which avoids padding), or n if there is no such number.
+    With n = ceil(time / chunk_size), the function returns the smallest number from n to 1.5 n that
+    divides `time` (which avoids padding), or n if there is no such number.
     """
     fewest = -(-time // chunk_size)
     return next(
@@ -139,7 +146,8 @@ def _check(x, kernel, labels, bias, chunk_size):
         or not jnp.issubdtype(kernel.dtype, jnp.floating)
     ):
         raise ValueError(
-            f"linear_cross_entropy: expected a floating-point kernel [{x.shape[-1]}, vocab_size] for x of "
+            f"linear_cross_entropy: expected a floating-point kernel [{x.shape[-1]}, vocab_size] "
+            f"for x of "
             f"shape {list(x.shape)}; got {kernel.dtype}{list(kernel.shape)}"
         )
     if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):

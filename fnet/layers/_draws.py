@@ -1,10 +1,12 @@
-"""Initializes parameters with random values, without a long compilation for each new shape of a parameter.
+"""Initializes parameters with random values, without a long compilation for each new shape of a
+parameter.
 
-Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is spent on the random bits. In JAX's threefry, a random
-bit depends on the key and on the index of the bit, not on the number of bits. Therefore, the first n elements of a
-longer array of random integers equal an array of n random integers from the same key. fnet compiles one program for
-each of a few array lengths (`_SIZES`), and an initializer uses the first elements of such an array. Only the conversion
-of the random bits to values is compiled separately for each shape. The values are bit-identical to the result of
+Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is spent on the random bits. In JAX's
+threefry, a random bit depends on the key and on the index of the bit, not on the number of bits.
+Therefore, the first n elements of a longer array of random integers equal an array of n random
+integers from the same key. fnet compiles one program for each of a few array lengths (`_SIZES`),
+and an initializer uses the first elements of such an array. Only the conversion of the random bits
+to values is compiled separately for each shape. The values are bit-identical to the result of
 `jax.jit(init)(key, shape, dtype)`, where `init` is the initializer.
 """
 
@@ -38,12 +40,13 @@ def compiled(init, key, shape, dtype):
 
 @functools.lru_cache(1024)
 def _size(init, shape, dtype, x64):
-    """Returns the number of random 32-bit integers to generate for the initializer `init`. The result is the smallest
-    sufficient number in `_SIZES`.
+    """Returns the number of random 32-bit integers to generate for the initializer `init`. The
+    result is the smallest sufficient number in `_SIZES`.
 
-    The function returns None if the initializer does not use its random key, or if it draws more random integers than
-    the largest number in `_SIZES`. The function also returns None if the initializer uses the key for anything other
-    than drawing 32-bit integers, for example for `jax.random.split`.
+    The function returns None if the initializer does not use its random key, or if it draws more
+    random integers than the largest number in `_SIZES`. The function also returns None if the
+    initializer uses the key for anything other than drawing 32-bit integers, for example for
+    `jax.random.split`.
     """
     uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
     if not uses or any(
@@ -78,8 +81,9 @@ def _numbers(init, shape, dtype, bits):
 
 @functools.cache
 def _drawn(size):
-    """Returns a PRNG implementation that reads random bits from the key instead of generating them. A key is an array
-    of `size` random 32-bit integers. `jax.random.bits(key, shape)` returns the first integers of this array."""
+    """Returns a PRNG implementation that reads random bits from the key instead of generating them.
+    A key is an array of `size` random 32-bit integers. `jax.random.bits(key, shape)` returns the
+    first integers of this array."""
 
     def draw(bits, width, shape):
         return bits[: math.prod(shape)].reshape(shape)

@@ -14,21 +14,24 @@ from fnet.layers._scope import Scope
 
 
 class Dropout(Layer):
-    """With `train=True`, sets random elements of the input to zero, and multiplies the others by 1 / (1 - rate).
+    """With `train=True`, sets random elements of the input to zero, and multiplies the others by 1
+    / (1 - rate).
 
     Without `train=True`, or with rate 0, the output is the input and no key is needed.
 
     Args:
-        rate: the probability that an element is set to zero, in [0, 1]. Default None: each call must pass `rate=`.
-        broadcast: axes along which all elements share one random decision; `(1, 2)` drops whole channels of images.
+        rate: the probability that an element is set to zero, in [0, 1]. Default None: each call
+        must pass `rate=`. broadcast: axes along which all elements share one random decision; `(1,
+        2)` drops whole channels of images.
             Default (): each element is set to zero independently of the other elements.
 
-    Input and output: a floating-point array of any shape with at least one axis. If a call of the layer passes `rate=`,
-    a number or a scalar array, this rate replaces the rate of the layer. For example, the dropout rate may be a
-    hyperparameter in a population of models (`fnet.search.population`). If the rate is an array, values outside [0, 1]
-    are not detected.
+    Input and output: a floating-point array of any shape with at least one axis. If a call of the
+    layer passes `rate=`, a number or a scalar array, this rate replaces the rate of the layer. For
+    example, the dropout rate may be a hyperparameter in a population of models
+    (`fnet.search.population`). If the rate is an array, values outside [0, 1] are not detected.
 
-    Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from Overfitting.
+    Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from
+    Overfitting.
 
     >>> from fnet import layers as nn
     >>> y = nn.Dropout(0.5)({}, jnp.ones(8), key=jax.random.key(0), train=True)
@@ -46,7 +49,8 @@ class Dropout(Layer):
         rate = self.rate if rate is None else rate
         if rate is None:
             raise ValueError(
-                f"Dropout at {scope}: expected a rate, got none: Dropout(0.1), or rate=0.1 in the call"
+                f"Dropout at {scope}: expected a rate, got none: Dropout(0.1), or rate=0.1 in the "
+                f"call"
             )
         if jnp.ndim(rate):
             raise ValueError(f"Dropout at {scope}: expected one rate, got shape {jnp.shape(rate)}")

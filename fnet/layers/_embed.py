@@ -23,18 +23,20 @@ class Embed(Layer):
     Args:
         vocab_size: number of tokens.
         features: length of each vector.
-        embedding_init: initializer of the table. Default: normal with standard deviation 0.02 (Radford et al., 2018).
-            A standard deviation of 0.02 is also suitable if `attend` computes logits with the embedding table.
+        embedding_init: initializer of the table. Default: normal with standard deviation 0.02
+            (Radford et al., 2018). A standard deviation of 0.02 is also suitable if `attend`
+            computes logits with the embedding table.
 
-    Input: integers [...] in 0 .. vocab_size - 1. If a token is negative or at least vocab_size, its output vector
-    contains only NaN. Output: [..., features], in the dtype of the table.
+    Input: integers [...] in 0 .. vocab_size - 1. If a token is negative or at least vocab_size, its
+    output vector contains only NaN. Output: [..., features], in the dtype of the table.
 
     Parameters: embedding [vocab_size, features].
 
-    `first(scope, count)` returns the first `count` vectors of the table, for example for learned positions.
+    `first(scope, count)` returns the first `count` vectors of the table, for example for learned
+    positions.
 
-    `attend` computes logits over the vocabulary with the embedding table. `cross_entropy` computes the cross-entropy of
-    the logits that `attend` returns, without storing all of these logits:
+    `attend` computes logits over the vocabulary with the embedding table. `cross_entropy` computes
+    the cross-entropy of the logits that `attend` returns, without storing all of these logits:
 
         embed, at = nn.Embed(50257, 768), scope["embed"]
         x = embed(at, tokens)                  # [batch, time, features]
@@ -66,13 +68,14 @@ class Embed(Layer):
 
     @method
     def first(self, scope: Scope, count: int) -> jax.Array:
-        """Returns the first `count` vectors as an array [count, features], for example the learned embeddings of
-        `count` positions."""
+        """Returns the first `count` vectors as an array [count, features], for example the learned
+        embeddings of `count` positions."""
         return lax.slice_in_dim(jnp.asarray(self._table(scope)), 0, count, axis=0)
 
     @method
     def attend(self, scope: Scope, x: jax.Array) -> jax.Array:
-        """Computes logits `x @ embedding.T` with the table of this layer (tied embeddings; Press and Wolf, 2017).
+        """Computes logits `x @ embedding.T` with the table of this layer (tied embeddings; Press
+        and Wolf, 2017).
 
         The shape of x is [..., features]; the shape of the logits is [..., vocab_size].
         """
@@ -87,9 +90,11 @@ class Embed(Layer):
     def cross_entropy(
         self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None
     ) -> jax.Array:
-        """Computes the cross-entropy loss of the logits that `attend` returns, by `nn.linear_cross_entropy`.
+        """Computes the cross-entropy loss of the logits that `attend` returns, by
+        `nn.linear_cross_entropy`.
 
-        The shape of x is [..., time, features]. Labels and losses have the shape [..., time]. The losses are in nats.
+        The shape of x is [..., time, features]. Labels and losses have the shape [..., time]. The
+        losses are in nats.
         """
         x = floating(x, scope, "Embed.cross_entropy")
         return linear_cross_entropy(x, self._table(scope).T, labels, softcap=softcap)

@@ -1,4 +1,5 @@
-"""MixtureOfExperts: several feed-forward networks, of which a router selects a few for each token. Router losses."""
+"""MixtureOfExperts: several feed-forward networks, of which a router selects a few for each token.
+Router losses."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class MixtureOfExperts(Layer):
         p = softmax(x @ router)
         out = sum over the top_k experts e of  p[e] * down_e(activation(gate_e(x)) * up_e(x))
 
-    p[e] is the weight of the expert e. gate_e, up_e and down_e are matrix products with the parameters of the expert.
+    p[e] is the weight of the expert e. gate_e, up_e and down_e are matrix products with the
+    parameters of the expert.
 
     Glossary: E experts, f features, h hidden features.
 
@@ -35,15 +37,17 @@ class MixtureOfExperts(Layer):
         experts: number of experts.
         hidden: number of hidden features of an expert.
         top_k: number of experts for each token. Default 2.
-        normalize: whether the weights of the selected experts are divided by their sum, as in Mixtral. Default True.
-        capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes at most
-            ceil(capacity * tokens * top_k / experts) tokens of the batch. An expert first processes the tokens that
-            have this expert as their first choice, then the tokens that have it as their second choice, and so on. If
-            several tokens have the expert as the same choice, for example as their first choice, the expert processes
-            them in batch order. If the router selects an expert for more tokens than the expert may process, the output
-            of the expert is 0 for the remaining tokens. With a capacity, all experts do equal work, so they can be
-            placed on different devices, for example by `parallel.rules(spec, {"expert": "tensor"})`. Default None: no
-            maximum (dropless).
+        normalize: whether the weights of the selected experts are divided by their sum, as in
+        Mixtral. Default True. capacity: the maximum load of an expert, as a multiple of the mean
+        load. An expert processes at most
+            ceil(capacity * tokens * top_k / experts) tokens of the batch. An expert first processes
+            the tokens that have this expert as their first choice, then the tokens that have it as
+            their second choice, and so on. If several tokens have the expert as the same choice,
+            for example as their first choice, the expert processes them in batch order. If the
+            router selects an expert for more tokens than the expert may process, the output of the
+            expert is 0 for the remaining tokens. With a capacity, all experts do equal work, so
+            they can be placed on different devices, for example by `parallel.rules(spec, {"expert":
+            "tensor"})`. Default None: no maximum (dropless).
         activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 
@@ -51,17 +55,19 @@ class MixtureOfExperts(Layer):
         x: [..., f], floating point.
         valid: booleans [...], False for padding, which no expert processes. Default: all True.
 
-    Output: [..., f], in x's dtype. The weights p in the formula are computed in float32 (float64 for float64 inputs).
+    Output: [..., f], in x's dtype. The weights p in the formula are computed in float32 (float64
+    for float64 inputs).
 
     Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
 
-    `load_balancing_loss` and `router_z_loss` need the logits of the router. To get the logits of the router, capture
-    the output of the scope `router`:
+    `load_balancing_loss` and `router_z_loss` need the logits of the router. To get the logits of
+    the router, capture the output of the scope `router`:
 
         loss, seen = ft.capture(loss_fn, ".*/router")(params, batch)
 
-    Source: Shazeer et al. (2017), Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer.
-    Capacity: Fedus et al. (2021), Switch Transformers. Normalized weights: Jiang et al. (2024), Mixtral of Experts.
+    Source: Shazeer et al. (2017), Outrageously Large Neural Networks: The Sparsely-Gated
+    Mixture-of-Experts Layer. Capacity: Fedus et al. (2021), Switch Transformers. Normalized
+    weights: Jiang et al. (2024), Mixtral of Experts.
 
     >>> from fnet import layers as nn
     >>> mixture = nn.MixtureOfExperts(8, 16, top_k=2)
@@ -82,7 +88,8 @@ class MixtureOfExperts(Layer):
     def forward(self, scope: Scope, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(
-                f"MixtureOfExperts at {scope}: expected 1 <= top_k <= experts, got top_k={self.top_k} and "
+                f"MixtureOfExperts at {scope}: expected 1 <= top_k <= experts, got "
+                f"top_k={self.top_k} and "
                 f"{self.experts} experts"
             )
         if self.capacity is not None and not self.capacity > 0:
@@ -121,7 +128,8 @@ class MixtureOfExperts(Layer):
         weights, chosen = lax.top_k(jax.nn.softmax(wide(logits)), self.top_k)  # [tokens, top_k]
         if self.normalize:
             weights = weights / weights.sum(-1, keepdims=True)
-        # The order in which a capacity is filled: the first choices of all tokens, then the second choices, ...
+        # The order in which a capacity is filled: the first choices of all tokens, then the second
+        # choices, ...
         chosen, weights = chosen.T.reshape(-1), weights.T.reshape(-1)  # [pairs]
         if valid is not None:
             chosen = jnp.where(jnp.tile(valid.reshape(-1), self.top_k), chosen, self.experts)
@@ -160,10 +168,11 @@ def load_balancing_loss(
 
         E * sum over experts e of  f[e] * P[e]
 
-    f[e] is the number of tokens for which the expert e is among the top_k experts, divided by the number of tokens.
-    P[e] is the mean of softmax(logits)[e] over the tokens. If the router selects all E experts equally often, each f[e]
-    is top_k / E, and the loss is equal to top_k. The loss is differentiated only through the mean probabilities P[e],
-    because the gradient of the token fractions f[e] is zero.
+    f[e] is the number of tokens for which the expert e is among the top_k experts, divided by the
+    number of tokens. P[e] is the mean of softmax(logits)[e] over the tokens. If the router selects
+    all E experts equally often, each f[e] is top_k / E, and the loss is equal to top_k. The loss is
+    differentiated only through the mean probabilities P[e], because the gradient of the token
+    fractions f[e] is zero.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -190,7 +199,8 @@ def load_balancing_loss(
 def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
     """Computes the router z-loss, mean(logsumexp(logits)^2).
 
-    The router z-loss penalizes large logits of a router, because large logits have large rounding errors.
+    The router z-loss penalizes large logits of a router, because large logits have large rounding
+    errors.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -211,7 +221,8 @@ def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.A
 
 
 def _masked_mean(valid, shape):
-    """Returns a function that maps an array [*shape, n] to its mean over the valid tokens, an array [n]."""
+    """Returns a function that maps an array [*shape, n] to its mean over the valid tokens, an array
+    [n]."""
     if valid is None:
         return lambda x: x.reshape(-1, x.shape[-1]).mean(0)
     valid = jnp.broadcast_to(valid, shape).reshape(-1, 1)
@@ -235,10 +246,11 @@ def _tiles(starts, sizes, pairs):
         pairs: the total number of (token, expert) pairs.
 
     Returns:
-        (expert, index). `expert`, an array [tiles], contains the expert of each tile. `index`, an array [tiles, rows],
-        contains for each row of a tile the index of a (token, expert) pair in the sorted order. For a row without a
-        (token, expert) pair, `index` contains the total number of pairs, which is out of bounds. There are enough tiles
-        (blocks of rows of one expert) for any distribution of the tokens among the experts.
+        (expert, index). `expert`, an array [tiles], contains the expert of each tile. `index`, an
+        array [tiles, rows], contains for each row of a tile the index of a (token, expert) pair in
+        the sorted order. For a row without a (token, expert) pair, `index` contains the total
+        number of pairs, which is out of bounds. There are enough tiles (blocks of rows of one
+        expert) for any distribution of the tokens among the experts.
     """
     experts = sizes.shape[0]
     if isinstance(pairs, int):

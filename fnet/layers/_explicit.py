@@ -1,8 +1,10 @@
-"""Contains functions with which layers support meshes with explicit axes (`jax.sharding.AxisType.Explicit`).
+"""Contains functions with which layers support meshes with explicit axes
+(`jax.sharding.AxisType.Explicit`).
 
-On a mesh with explicit axes, the sharding of an array is a part of the array's type. JAX derives the sharding of most
-results from the operands. Where JAX requires an `out_sharding` (gathers, reshapes, random numbers, constants), layers
-state that the result is sharded like the input of the layer.
+On a mesh with explicit axes, the sharding of an array is a part of the array's type. JAX derives
+the sharding of most results from the operands. Where JAX requires an `out_sharding` (gathers,
+reshapes, random numbers, constants), layers state that the result is sharded like the input of the
+layer.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 
 def like(x: Any, *axes: int | None) -> NamedSharding | None:
-    """Returns a sharding in which axis i is sharded like axis `axes[i]` of `x`, or not sharded if `axes[i]` is None.
+    """Returns a sharding in which axis i is sharded like axis `axes[i]` of `x`, or not sharded if
+    `axes[i]` is None.
 
-    If an array with this sharding has more than `len(axes)` axes, its other axes are not sharded. If `x` is not on a
-    mesh with explicit axes, the result is None, which JAX accepts as an unspecified sharding.
+    If an array with this sharding has more than `len(axes)` axes, its other axes are not sharded.
+    If `x` is not on a mesh with explicit axes, the result is None, which JAX accepts as an
+    unspecified sharding.
     """
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -35,12 +39,14 @@ def resharded(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
 
 
 def automatic(f: Callable, shardings: Any) -> Callable:
-    """Returns a function that computes `f` with automatic axes: XLA selects the shardings inside of `f`.
+    """Returns a function that computes `f` with automatic axes: XLA selects the shardings inside of
+    `f`.
 
     Args:
-        f: a function of arrays. Arrays that are placed on the mesh must be arguments of `f`, not captured in its
-            closure.
-        shardings: the sharding of each result, as returned by `like`. If the shardings are None, `f` is returned.
+        f: a function of arrays. Arrays that are placed on the mesh must be arguments of `f`, not
+            captured in its closure.
+        shardings: the sharding of each result, as returned by `like`. If the shardings are None,
+            `f` is returned.
     """
     meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
     if not meshes:
@@ -49,8 +55,8 @@ def automatic(f: Callable, shardings: Any) -> Callable:
 
 
 def by_rows(f: Callable, x: jax.Array, *shared: jax.Array) -> jax.Array:
-    """Computes `f(x, *shared)`, whose row i depends only on row i of `x`. If the first axis of `x` is sharded over
-    explicit axes, each device computes its own rows."""
+    """Computes `f(x, *shared)`, whose row i depends only on row i of `x`. If the first axis of `x`
+    is sharded over explicit axes, each device computes its own rows."""
     rows = like(x, 0)
     if rows is None or rows.spec[0] is None:
         return f(x, *shared)

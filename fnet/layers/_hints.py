@@ -1,4 +1,5 @@
-"""Hints for users of other libraries: names of PyTorch, Keras and Flax, and their equivalents in fnet."""
+"""Hints for users of other libraries: names of PyTorch, Keras and Flax, and their equivalents in
+fnet."""
 
 from __future__ import annotations
 
@@ -119,13 +120,15 @@ def assigned(layer, name: str, fields: Iterable[str]) -> str:
     if name in fields:
         return f"cannot assign to field {name!r}: {kind} is immutable; use dataclasses.replace(layer, {name}=...)"
     return (
-        f"cannot assign {kind}.{name}: a layer is immutable; declare options as fields of the class, and create "
+        f"cannot assign {kind}.{name}: a layer is immutable; declare options as fields of the "
+        f"class, and create "
         f"layers in forward, e.g. nn.Dense(10)(scope[{name!r}], x)"
     )
 
 
 def check_inputs(name: str, inputs: Iterable) -> None:
-    """Raises an error for tensors of other libraries, which JAX would convert silently or reject with a long message.
+    """Raises an error for tensors of other libraries, which JAX would convert silently or reject
+    with a long message.
 
     Raises:
         TypeError: an input is a tensor of PyTorch or TensorFlow.

@@ -18,27 +18,30 @@ if TYPE_CHECKING:
 def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
     """Converts a flax.linen module to a layer.
 
-    The params of the layer are the module's `variables["params"]`. The state of the layer is a dict of the module's
-    other collections, such as `{"batch_stats": {...}}`. Values that the module stores with `sow` are discarded. The
-    layer's `init` calls `module.init` with a key derived from the layer's path. With `train=True`, batch statistics are
-    updated. If the model is called with a key, the module receives two rngs derived from this key: "dropout" and
-    "params". If a module asks for an rng with another name, Flax uses the rng "params" instead.
+    The params of the layer are the module's `variables["params"]`. The state of the layer is a dict
+    of the module's other collections, such as `{"batch_stats": {...}}`. Values that the module
+    stores with `sow` are discarded. The layer's `init` calls `module.init` with a key derived from
+    the layer's path. With `train=True`, batch statistics are updated. If the model is called with a
+    key, the module receives two rngs derived from this key: "dropout" and "params". If a module
+    asks for an rng with another name, Flax uses the rng "params" instead.
 
     Args:
-        module: the module, which must not be bound to variables. In the fields of the module, lists become tuples and
-            dicts become FrozenDicts, so that the module can be hashed.
-        train: the name of the module's argument that selects training mode, such as "is_training". For an argument that
-            selects inference mode, write "not " before its name, for example "not frozen". If no argument of the module
-            selects training or inference mode, pass `train=""`. Default None: `from_linen` searches the signature of
-            `__call__` for train, training or is_training, and for deterministic, use_running_average or inference.
+        module: the module, which must not be bound to variables. In the fields of the module, lists
+            become tuples and dicts become FrozenDicts, so that the module can be hashed.
+        train: the name of the module's argument that selects training mode, such as "is_training".
+            For an argument that selects inference mode, write "not " before its name, for example
+            "not frozen". If no argument of the module selects training or inference mode, pass
+            `train=""`. Default None: `from_linen` searches the signature of `__call__` for train,
+            training or is_training, and for deterministic, use_running_average or inference.
 
     Returns:
         A layer that accepts the same inputs as the flax.linen module.
 
     Raises:
         TypeError: `module` is a class, or not a linen module.
-        ValueError: `module` is bound to variables. The layer's `init` raises a ValueError if an initial value depends
-            on the values of the inputs, because layers are initialized from the shapes of their inputs.
+        ValueError: `module` is bound to variables. The layer's `init` raises a ValueError if an
+            initial value depends on the values of the inputs, because layers are initialized from
+            the shapes of their inputs.
 
     >>> from flax import linen
     >>> from fnet import layers as nn
@@ -57,9 +60,10 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
 def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
     """Converts a layer to a flax.linen module.
 
-    The module's `variables["params"]` and `variables["batch_stats"]` are the layer's params and state. The names of the
-    arrays do not change. For a training step, call the module with `train=True`, with `mutable=["batch_stats"]` if the
-    layer has state, and with `rngs={"dropout": key}` if the layer needs random numbers.
+    The module's `variables["params"]` and `variables["batch_stats"]` are the layer's params and
+    state. The names of the arrays do not change. For a training step, call the module with
+    `train=True`, with `mutable=["batch_stats"]` if the layer has state, and with `rngs={"dropout":
+    key}` if the layer needs random numbers.
 
     Args:
         layer: the layer.
@@ -85,10 +89,12 @@ def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
 
 
 def linen_variables(variables: Mapping) -> tuple[dict, dict]:
-    """Converts the variables of a flax.linen module to `(params, state)` of the layer that `from_linen` returns.
+    """Converts the variables of a flax.linen module to `(params, state)` of the layer that
+    `from_linen` returns.
 
-    The results are plain dicts. FrozenDicts become dicts, and metadata boxes such as `linen.LogicallyPartitioned` are
-    removed. To convert params and state back to variables, write `{"params": params, **state}`.
+    The results are plain dicts. FrozenDicts become dicts, and metadata boxes such as
+    `linen.LogicallyPartitioned` are removed. To convert params and state back to variables, write
+    `{"params": params, **state}`.
 
     >>> from flax import linen
     >>> module = linen.BatchNorm(use_running_average=True)
@@ -101,27 +107,30 @@ def linen_variables(variables: Mapping) -> tuple[dict, dict]:
 
 
 def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) -> Layer:
-    """Converts a flax.nnx module to a layer. For `CNN(features=32, rngs=...)`, write `from_nnx(CNN, features=32)`.
+    """Converts a flax.nnx module to a layer. For `CNN(features=32, rngs=...)`, write `from_nnx(CNN,
+    features=32)`.
 
-    The params of the layer are nested dicts that contain the module's `nnx.Param`s. The names in params are the names
-    of the module's attributes; an item of a list has its index as its name. The state of the layer consists of all
-    other variables, for example batch statistics. `init` constructs the module with `rngs=nnx.Rngs(key)`. Each call of
-    the layer creates a module with the arrays that were passed, sets train or eval mode, and runs the module. The
-    module's random streams are derived from the key that was passed to the model. If the module uses a random stream,
-    the model must be called with a key, even in eval mode. For example, nnx.RNN uses a random stream for its first
-    carry.
+    The params of the layer are nested dicts that contain the module's `nnx.Param`s. The names in
+    params are the names of the module's attributes; an item of a list has its index as its name.
+    The state of the layer consists of all other variables, for example batch statistics. `init`
+    constructs the module with `rngs=nnx.Rngs(key)`. Each call of the layer creates a module with
+    the arrays that were passed, sets train or eval mode, and runs the module. The module's random
+    streams are derived from the key that was passed to the model. If the module uses a random
+    stream, the model must be called with a key, even in eval mode. For example, nnx.RNN uses a
+    random stream for its first carry.
 
     Args:
-        constructor: the module's class, or a function that returns a module. `rngs=` is passed if the constructor has
-            this argument.
-        args, kwargs: the arguments of the constructor. The arguments must be hashable, like a layer's fields.
+        constructor: the module's class, or a function that returns a module. `rngs=` is passed if
+            the constructor has this argument.
+        args, kwargs: the arguments of the constructor. The arguments must be hashable, like a
+            layer's fields.
 
     Returns:
         A layer that accepts the same inputs as the flax.nnx module.
 
     Raises:
-        TypeError: `constructor` is a module (convert its arrays with `nnx_variables`), or the module contains arrays
-            that are not `nnx.Variable`s.
+        TypeError: `constructor` is a module (convert its arrays with `nnx_variables`), or the
+            module contains arrays that are not `nnx.Variable`s.
 
     >>> from flax import nnx
     >>> layer = from_nnx(nnx.Linear, 4, 3)
@@ -141,9 +150,9 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
 def to_nnx(layer: Layer, *inputs: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Module:
     """Converts a layer to a flax.nnx module, with params and state initialized from `rngs`.
 
-    The module stores the layer's params as `nnx.Param`s in `module.params`, and the layer's state as `nnx.BatchStat`s
-    in `module.state`. The names of the arrays do not change. Like every nnx module, the result is in train mode until
-    `module.eval()` is called.
+    The module stores the layer's params as `nnx.Param`s in `module.params`, and the layer's state
+    as `nnx.BatchStat`s in `module.state`. The names of the arrays do not change. Like every nnx
+    module, the result is in train mode until `module.eval()` is called.
 
     Args:
         layer: the layer.
@@ -169,7 +178,8 @@ def to_nnx(layer: Layer, *inputs: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Mo
 
 
 def nnx_variables(module: nnx.Module) -> tuple[dict, dict]:
-    """Returns the arrays of a flax.nnx module as `(params, state)` of the layer that `from_nnx` returns.
+    """Returns the arrays of a flax.nnx module as `(params, state)` of the layer that `from_nnx`
+    returns.
 
     >>> from flax import nnx
     >>> module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
@@ -188,11 +198,13 @@ def update_nnx(module: nnx.Module, params: dict, state: dict | None = None) -> N
     Args:
         module: the module, whose arrays must have the shapes of the arrays in `params` and `state`.
         params: all parameters of the module.
-        state: all other variables of the module. Default: variables that are not parameters do not change.
+        state: all other variables of the module. Default: variables that are not parameters do not
+            change.
 
     Raises:
-        ValueError: arrays of the module are missing in `params` or `state`, or these dicts contain arrays that have
-            another shape or are not in the module; the message lists the paths of these arrays.
+        ValueError: arrays of the module are missing in `params` or `state`, or these dicts contain
+            arrays that have another shape or are not in the module; the message lists the paths of
+            these arrays.
 
     >>> from flax import nnx
     >>> module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

@@ -1,4 +1,5 @@
-"""Conversion between flax.linen modules and layers. Imports Flax; `_interop` imports this module on first use."""
+"""Conversion between flax.linen modules and layers. Imports Flax; `_interop` imports this module on
+first use."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def from_linen(module, train):
     if module.scope is not None:
         raise ValueError(
             f"from_linen: expected a module that is not bound to variables; got a bound "
-            f"{type(module).__name__}; pass module.unbind()[0], and its variables as params and state "
+            f"{type(module).__name__}; pass module.unbind()[0], and its variables as params and "
+            f"state "
             "(inside another linen module, construct it with parent=None)"
         )
     return LinenLayer(_hashable(module), train=train)
@@ -95,7 +97,8 @@ class LinenLayer(Layer):
         return mode(self.module, self.train, inputs, options, train)
 
     def _record(self, inputs, options, train, path=()):
-        # The specs come from Flax's init, which creates all arrays at once. `scope.pure` calls this method.
+        # The specs come from Flax's init, which creates all arrays at once. `scope.pure` calls this
+        # method.
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf,
             (inputs, options),
@@ -131,8 +134,8 @@ class LinenLayer(Layer):
         }
 
     def _check_independent(self, made, arrays):
-        """Checks that no array that the module creates depends on the values of its inputs, which are not known here:
-        layers are initialized from shapes."""
+        """Checks that no array that the module creates depends on the values of its inputs, which
+        are not known here: layers are initialized from shapes."""
         closed, tree = jax.make_jaxpr(made, return_shape=True)(jax.random.key(0), arrays)
         count = len(closed.jaxpr.outvars)
         depend = lambda wanted: any(_jax.used_inputs(closed.jaxpr, wanted)[1:])
@@ -142,8 +145,10 @@ class LinenLayer(Layer):
         path = next(path for i, path in enumerate(paths) if depend([i == j for j in range(count)]))
         name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
         raise ValueError(
-            f"{self!r}: the initial value of {name!r} depends on the values of the inputs, and a layer is "
-            "initialized from their shapes. Initialize the module itself, and convert what it returns: "
+            f"{self!r}: the initial value of {name!r} depends on the values of the inputs, and a "
+            f"layer is "
+            "initialized from their shapes. Initialize the module itself, and convert what it "
+            "returns: "
             "params, state = nn.linen_variables(module.init(key, x))"
         )
 
@@ -182,7 +187,8 @@ class FnetLayer(linen.Module):
 
 
 def mode(module, how, inputs, options, train) -> dict[str, bool]:
-    """Returns the keyword arguments that select training or inference mode in a call of a Flax module."""
+    """Returns the keyword arguments that select training or inference mode in a call of a Flax
+    module."""
     if how is not None:
         name = how.removeprefix("not ")
         return {name: train == (name == how)} if name and name not in options else {}
@@ -204,10 +210,12 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
     """Returns {"params": spec tree, "state": spec tree} for arrays of the given shapes.
 
     Args:
-        params, state: trees of `jax.ShapeDtypeStruct`s, which may be wrapped in Flax metadata, such as
-            `linen.Partitioned`.
-        whole: a function of a random key that creates all arrays and returns them as (params, state).
-        path: the beginning of each path in error messages: the path of the Flax layer in the fnet model, or ().
+        params, state: trees of `jax.ShapeDtypeStruct`s, which may be wrapped in Flax metadata, such
+            as `linen.Partitioned`.
+        whole: a function of a random key that creates all arrays and returns them as (params,
+            state).
+        path: the beginning of each path in error messages: the path of the Flax layer in the fnet
+            model, or ().
     """
 
     def walk(node, names, number, kind):
@@ -217,7 +225,8 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
         leaf = core.meta.unbox(node)
         if not hasattr(leaf, "shape"):
             raise TypeError(
-                f"{quote((*path, *names))}: a layer's {kind} must be arrays in dicts; got {describe(leaf)}"
+                f"{quote((*path, *names))}: a layer's {kind} must be arrays in dicts; got "
+                f"{describe(leaf)}"
             )
 
         def init(key, shape, dtype):
@@ -233,14 +242,15 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
 
 
 def hold(scope, record, params, state, owner):
-    """Checks that params and state contain all arrays of the spec trees in `record`, with the right shapes. Raises the
-    same errors as `Scope.param` and `Scope.state`."""
+    """Checks that params and state contain all arrays of the spec trees in `record`, with the right
+    shapes. Raises the same errors as `Scope.param` and `Scope.state`."""
     for kind, tree in (("params", params), ("state", state)):
         for names, leaf in _spec.leaves(record[kind]):
             path = (*scope._place.path, *names)
             if tree is None:
                 raise ValueError(
-                    f"{owner} needs the state {quote(path)} {leaf.shape}; pass state=, the second result "
+                    f"{owner} needs the state {quote(path)} {leaf.shape}; pass state=, the second "
+                    f"result "
                     "of model.init"
                 )
             held = _spec.get(tree, names)

@@ -1,4 +1,5 @@
-"""Conversion between flax.nnx modules and layers. Imports Flax; `_interop` imports this module on first use."""
+"""Conversion between flax.nnx modules and layers. Imports Flax; `_interop` imports this module on
+first use."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def from_nnx(constructor, args, kwargs):
     if isinstance(constructor, nnx.Module):
         name = type(constructor).__name__
         raise TypeError(
-            f"from_nnx: expected a constructor and its arguments, from_nnx({name}, ...); got a {name} that "
+            f"from_nnx: expected a constructor and its arguments, from_nnx({name}, ...); got a "
+            f"{name} that "
             "is already constructed; convert its arrays with nnx_variables(module)"
         )
     if not callable(constructor):
@@ -142,7 +144,8 @@ def update_nnx(module, params, state):
     )
     if wrong:
         raise ValueError(
-            f"update_nnx: {len(wrong)} arrays do not match {type(module).__name__}: {'; '.join(wrong)}"
+            f"update_nnx: {len(wrong)} arrays do not match {type(module).__name__}: "
+            f"{'; '.join(wrong)}"
         )
     parts = (
         ((module.params, params), (module.state, state))
@@ -176,7 +179,8 @@ def _construct(layer, key):
     module = layer.constructor(*layer.arguments, **keywords)
     if not isinstance(module, nnx.Module):
         raise TypeError(
-            f"{layer!r}: expected a constructor of a flax.nnx module; it returned {describe(module)}"
+            f"{layer!r}: expected a constructor of a flax.nnx module; it returned "
+            f"{describe(module)}"
         )
     return module
 
@@ -192,7 +196,8 @@ def _takes_rngs(constructor):
 
 @functools.lru_cache(256)
 def _abstract(layer):
-    """Returns (graph definition, list of (path, variable)) of the module. The variables contain shapes, not values."""
+    """Returns (graph definition, list of (path, variable)) of the module. The variables contain
+    shapes, not values."""
     module = nnx.eval_shape(lambda: _construct(layer, jax.random.key(0)))
     graph, variables = nnx.split(module)
     leaves = list(nnx.to_flat_state(variables))
@@ -207,7 +212,8 @@ def _abstract(layer):
     loose += [path for path, leaf in leaves if not isinstance(leaf, nnx.Variable)]
     if loose:
         raise TypeError(
-            f"{layer!r}: {'/'.join(_names(loose[0]))!r} is an array outside of a variable; store it as "
+            f"{layer!r}: {'/'.join(_names(loose[0]))!r} is an array outside of a variable; store "
+            f"it as "
             "nnx.Variable(array), so that it is part of the layer's state"
         )
     return graph, leaves
@@ -220,7 +226,8 @@ def _record(layer):
 
 
 def _random(variable, path, key):
-    """Returns the initial value of an `nnx.RngState`: 0 for an `nnx.RngCount`, or a key derived from `key`."""
+    """Returns the initial value of an `nnx.RngState`: 0 for an `nnx.RngCount`, or a key derived
+    from `key`."""
     shape = variable.get_value().shape
     if isinstance(variable, nnx.RngCount):
         return jnp.zeros(shape, variable.get_value().dtype)

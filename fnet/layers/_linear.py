@@ -26,9 +26,11 @@ class Dense(Layer):
     Args:
         features: length of the output's last axis.
         use_bias: whether to add the bias. Default True.
-        kernel_init, bias_init: initializers, as in `jax.nn.initializers`. Defaults: LeCun normal, zeros.
-        axes: logical names of the kernel's two axes, which are hints for sharding. Default ("in", "out"). If the second
-            name is "vocab" or "classes", the outputs are logits, and Muon leaves the kernel to Adam.
+        kernel_init, bias_init: initializers, as in `jax.nn.initializers`. Defaults: LeCun normal,
+            zeros.
+        axes: logical names of the kernel's two axes, which are hints for sharding. Default ("in",
+            "out"). If the second name is "vocab" or "classes", the outputs are logits, and Muon
+            leaves the kernel to Adam.
 
     Input: [..., in], floating point. Output: [..., features], in the input's dtype.
 
@@ -55,9 +57,11 @@ class Dense(Layer):
     def cross_entropy(
         self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None
     ) -> jax.Array:
-        """Computes the cross-entropy loss with the outputs of this layer as logits. It uses `nn.linear_cross_entropy`.
+        """Computes the cross-entropy loss with the outputs of this layer as logits. It uses
+        `nn.linear_cross_entropy`.
 
-        The shape of x is [..., time, in]. Labels and losses have the shape [..., time]. The losses are in nats.
+        The shape of x is [..., time, in]. Labels and losses have the shape [..., time]. The losses
+        are in nats.
         """
         x = floating(x, scope, "Dense.cross_entropy")
         kernel, bias = self._params(scope, x)
@@ -123,12 +127,13 @@ class Maxout(Layer):
 
 
 def floating(x, scope: Scope, name: str):
-    """Returns `x` as a floating-point array (real or complex). Integers and booleans raise an error that names the
-    layer."""
+    """Returns `x` as a floating-point array (real or complex). Integers and booleans raise an error
+    that names the layer."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(
-            f"{name} at {scope}: expected floating-point input; got {x.dtype}{list(x.shape)}; convert it, "
+            f"{name} at {scope}: expected floating-point input; got {x.dtype}{list(x.shape)}; "
+            f"convert it, "
             "e.g. x.astype(jnp.float32) / 255 for images"
         )
     if not x.ndim:
@@ -137,16 +142,19 @@ def floating(x, scope: Scope, name: str):
 
 
 def wide(x):
-    """Returns `x` in the dtype in which statistics are computed: float32, or the dtype of `x` if that is wider."""
+    """Returns `x` in the dtype in which statistics are computed: float32, or the dtype of `x` if
+    that is wider."""
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def align(vector, x):
-    """Returns `vector` in x's dtype, with leading axes of length 1, so that it broadcasts over x's trailing axes."""
+    """Returns `vector` in x's dtype, with leading axes of length 1, so that it broadcasts over x's
+    trailing axes."""
     return lax.expand_dims(vector, range(x.ndim - vector.ndim)).astype(x.dtype)
 
 
-# The function is inlined when traced. In eager mode, it needs one dispatch instead of one for each operation.
+# The function is inlined when traced. In eager mode, it needs one dispatch instead of one for each
+# operation.
 @functools.partial(jax.jit, inline=True)
 def linear(x, kernel):
     return lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))

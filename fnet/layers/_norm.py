@@ -1,4 +1,5 @@
-"""Normalization: LayerNorm, RMSNorm, GroupNorm and BatchNorm. Statistics are computed in float32 or float64."""
+"""Normalization: LayerNorm, RMSNorm, GroupNorm and BatchNorm. Statistics are computed in float32 or
+float64."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class RMSNorm(Layer):
         epsilon: added to the mean square. Default 1e-6.
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default False.
-        offset: a number that is added to the parameter `scale`, as the formula shows. The initial value of `scale` is
-            1 - offset. Default 0; Gemma uses 1.
+        offset: a number that is added to the parameter `scale`, as the formula shows. The initial
+            value of `scale` is 1 - offset. Default 0; Gemma uses 1.
 
     Input and output: [..., features], floating point.
 
@@ -94,9 +95,11 @@ class RMSNorm(Layer):
 
 
 class GroupNorm(Layer):
-    """Normalizes each group of channels of each example to mean 0 and variance 1, then scales and shifts.
+    """Normalizes each group of channels of each example to mean 0 and variance 1, then scales and
+    shifts.
 
-    The mean and variance of a group are computed over all positions of the example and over the group's channels.
+    The mean and variance of a group are computed over all positions of the example and over the
+    group's channels.
 
     `GroupNorm(1)` normalizes over all channels. `GroupNorm(channels)` is instance normalization.
 
@@ -129,7 +132,8 @@ class GroupNorm(Layer):
         channels = x.shape[-1]
         if x.ndim < 2 or channels % self.groups:
             raise ValueError(
-                f"GroupNorm at {scope}: expected [batch, ..., channels] with channels a multiple of "
+                f"GroupNorm at {scope}: expected [batch, ..., channels] with channels a multiple "
+                f"of "
                 f"groups={self.groups}; got shape {x.shape}"
             )
         scale, bias = _affine(self, scope, (channels,))
@@ -144,31 +148,34 @@ class GroupNorm(Layer):
 
 
 class BatchNorm(Layer):
-    """Normalizes each channel to mean 0 and variance 1 over the batch and space, then scales and shifts.
+    """Normalizes each channel to mean 0 and variance 1 over the batch and space, then scales and
+    shifts.
 
         y = (x - mean) / sqrt(var + epsilon) * scale + bias
 
-    With `train=True`, mean and var are the statistics of the batch. The call also updates the running statistics in the
-    state by `mean <- momentum * mean + (1 - momentum) * batch_mean`. Without `train=True`, mean and var are the running
-    statistics. The batch variance and the running variance are both biased (the sum of the squared differences is
-    divided by n), as in Flax and Keras. PyTorch's running variance is unbiased (the sum of the squared differences is
+    With `train=True`, mean and var are the statistics of the batch. The call also updates the
+    running statistics in the state by `mean <- momentum * mean + (1 - momentum) * batch_mean`.
+    Without `train=True`, mean and var are the running statistics. The batch variance and the
+    running variance are both biased (the sum of the squared differences is divided by n), as in
+    Flax and Keras. PyTorch's running variance is unbiased (the sum of the squared differences is
     divided by n - 1).
 
     Args:
-        momentum: the weight of the old running statistics in each update (1 minus PyTorch's momentum). Default 0.9.
-        epsilon: added to the variance. Default 1e-5.
+        momentum: the weight of the old running statistics in each update (1 minus PyTorch's
+        momentum). Default 0.9. epsilon: added to the variance. Default 1e-5.
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default True.
-        axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names. The mean and the
-            variance are computed over the batch and over the mapped axes that `axis_name` names. With `jit` and sharded
-            arrays, no axis name is needed, because the statistics are always those of the complete batch. Default None.
+        axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names.
+            The mean and the variance are computed over the batch and over the mapped axes that
+            `axis_name` names. With `jit` and sharded arrays, no axis name is needed, because the
+            statistics are always those of the complete batch. Default None.
         scale_init: initializer of scale. Default: ones.
 
     Inputs:
         x: [batch, ..., channels], floating point.
-        weight: an array [batch] with a weight for each example, or an array such as [batch, time] with a weight for
-            each position. Examples or positions with weight 0, such as padding, do not affect the statistics. Default:
-            all weights are 1.
+        weight: an array [batch] with a weight for each example, or an array such as [batch, time]
+            with a weight for each position. Examples or positions with weight 0, such as padding,
+            do not affect the statistics. Default: all weights are 1.
 
     Output: the shape and dtype of x.
 
@@ -243,16 +250,18 @@ class BatchNorm(Layer):
 
 
 def _moments(x):
-    """Returns mean and biased variance over all axes except the last, both [channels], in one pass over x.
+    """Returns mean and biased variance over all axes except the last, both [channels], in one pass
+    over x.
 
-    For each channel of x, the function subtracts a constant, sums the differences and the squares of the differences,
-    and computes the mean and the variance from the two sums. The constant that is subtracted from a channel is the
-    channel's value at the first position of the batch, x[0, ..., 0, channel]. The choice of the subtracted constant
-    affects only the rounding errors of the mean and the variance. The rounding errors are small if the difference
-    between the subtracted constant and the channel's mean is not much larger than the channel's standard deviation
-    (Chan, Golub and LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5). The array of
-    the constants that are subtracted from the channels is named `fnet.jaxpr.SHIFT` by `checkpoint_name`, so that a
-    transform can find and replace it.
+    For each channel of x, the function subtracts a constant, sums the differences and the squares
+    of the differences, and computes the mean and the variance from the two sums. The constant that
+    is subtracted from a channel is the channel's value at the first position of the batch, x[0,
+    ..., 0, channel]. The choice of the subtracted constant affects only the rounding errors of the
+    mean and the variance. The rounding errors are small if the difference between the subtracted
+    constant and the channel's mean is not much larger than the channel's standard deviation (Chan,
+    Golub and LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5).
+    The array of the constants that are subtracted from the channels is named `fnet.jaxpr.SHIFT` by
+    `checkpoint_name`, so that a transform can find and replace it.
     """
     axes = range(x.ndim - 1)
     if 0 in x.shape:
@@ -268,12 +277,14 @@ def _moments(x):
 def _own(x):
     """Returns a copy of `x`, cast to float32 if the dtype of `x` is narrower.
 
-    The normalization layer reads its input `x` only once, to copy it, and computes the mean and all other values from
-    the copy. If a normalization layer read its input `x` in several operations, XLA:CPU would compute the gradient of
-    the residual stream, including the gradients of all later blocks, several times. If the layer copies its input `x`,
-    JAX sums the gradients from all operations that read the copy. JAX then adds only this sum to the gradients from
-    other operations that read `x`, such as a residual connection. On a CPU, copying the input of each normalization
-    layer halves the time of a training step of a ViT, because it avoids repeated computation of gradients.
+    The normalization layer reads its input `x` only once, to copy it, and computes the mean and all
+    other values from the copy. If a normalization layer read its input `x` in several operations,
+    XLA:CPU would compute the gradient of the residual stream, including the gradients of all later
+    blocks, several times. If the layer copies its input `x`, JAX sums the gradients from all
+    operations that read the copy. JAX then adds only this sum to the gradients from other
+    operations that read `x`, such as a residual connection. On a CPU, copying the input of each
+    normalization layer halves the time of a training step of a ViT, because it avoids repeated
+    computation of gradients.
     """
     return jnp.copy(wide(x))
 
@@ -295,7 +306,8 @@ def _scale_shift(y, scale, bias):
     return y if bias is None else y + align(bias, y)
 
 
-# The function is inlined when traced. In eager mode, it needs one dispatch instead of one for each operation.
+# The function is inlined when traced. In eager mode, it needs one dispatch instead of one for each
+# operation.
 @functools.partial(jax.jit, inline=True, static_argnames=("epsilon", "center"))
 def _normalize(x, scale, bias, *, epsilon, center):
     y = _own(x) if center else wide(x)

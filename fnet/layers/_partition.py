@@ -1,4 +1,5 @@
-"""Splits a tree of parameters into trainable and frozen parameters, which are selected by their paths."""
+"""Splits a tree of parameters into trainable and frozen parameters, which are selected by their
+paths."""
 
 from __future__ import annotations
 
@@ -13,25 +14,26 @@ from jax.tree_util import keystr, tree_map_with_path
 
 
 def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
-    """Splits parameters into trainable and frozen ones. The trainable parameters are those whose paths match a pattern.
+    """Splits parameters into trainable and frozen ones. The trainable parameters are those whose
+    paths match a pattern.
 
         trainable, frozen = nn.partition(params, "head")
         grads = jax.grad(lambda trainable: loss(nn.combine(trainable, frozen)))(trainable)
 
-    `trainable` and `frozen` have the structure of `params`. In each of `trainable` and `frozen`, the leaves of the
-    other tree are replaced by None. None is not a leaf in JAX, so gradients, optimizer states and checkpoints of
-    `trainable` contain no frozen parameters.
+    `trainable` and `frozen` have the structure of `params`. In each of `trainable` and `frozen`,
+    the leaves of the other tree are replaced by None. None is not a leaf in JAX, so gradients,
+    optimizer states and checkpoints of `trainable` contain no frozen parameters.
 
     Args:
       params: a tree of arrays (traced or not) or of `jax.ShapeDtypeStruct`s.
-      pattern: a regular expression, or a sequence of regular expressions. A leaf is trainable if a pattern matches its
-        complete path, such as "block1/conv2/kernel", or the first names of the path, such as "block1" or
-        "block1/conv2". All layers of a `Stack` have the same path, so a pattern selects either all layers of the
-        `Stack` or no layer of the `Stack`.
+      pattern: a regular expression, or a sequence of regular expressions. A leaf is trainable if a
+        pattern matches its complete path, such as "block1/conv2/kernel", or the first names of the
+        path, such as "block1" or "block1/conv2". All layers of a `Stack` have the same path, so a
+        pattern selects either all layers of the `Stack` or no layer of the `Stack`.
 
     Returns:
-      (trainable, frozen). Leaves that cannot have a gradient, such as integers, bools and random keys, are always
-      frozen.
+      (trainable, frozen). Leaves that cannot have a gradient, such as integers, bools and random
+      keys, are always frozen.
 
     Raises:
       ValueError: a pattern is not a regular expression, or matches no leaf with a gradient.
@@ -68,7 +70,8 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
         if each not in matched:
             near = difflib.get_close_matches(each, paths, 3, 0.3) or paths[:3]
             raise ValueError(
-                f"partition: the pattern {each!r} matches no parameter that has a gradient; nearest: "
+                f"partition: the pattern {each!r} matches no parameter that has a gradient; "
+                f"nearest: "
                 f"{', '.join(map(repr, near)) or 'there is none'}"
             )
     trainable = jax.tree.map(lambda chosen, leaf: leaf if chosen else None, selected, params)
@@ -80,8 +83,8 @@ def combine(*parts: Any) -> Any:
     """Combines the parts that `partition` returned into one tree of parameters.
 
     Args:
-      parts: trees with the same structure. For each leaf, one tree contains the array, and all other trees contain
-        None.
+      parts: trees with the same structure. For each leaf, one tree contains the array, and all
+        other trees contain None.
 
     Raises:
       ValueError: the structures differ, or two parts contain the same leaf.
@@ -96,7 +99,8 @@ def combine(*parts: Any) -> Any:
         held = [leaf for leaf in leaves if leaf is not None]
         if len(held) > 1:
             raise ValueError(
-                f"combine: '{keystr(path, simple=True, separator='/')}' is in {len(held)} of the parts: "
+                f"combine: '{keystr(path, simple=True, separator='/')}' is in {len(held)} of the "
+                f"parts: "
                 "pass the two trees that partition returned"
             )
         return held[0] if held else None

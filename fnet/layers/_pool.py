@@ -23,11 +23,13 @@ class MaxPool(Layer):
 
     Args:
         window: size of the window, one number for all dimensions or one for each dimension.
-        strides: step of the window. Default: the size of the window, so that windows do not overlap.
-        padding: "VALID" (default; no padding), "SAME", or explicit as in `Conv`. Padded positions do not affect the
-            maximum.
+        strides: step of the window. Default: the size of the window, so that windows do not
+            overlap.
+        padding: "VALID" (default; no padding), "SAME", or explicit as in `Conv`. Padded positions
+            do not affect the maximum.
 
-    Input: [batch, *space, channels], real numbers. Output: [batch, *space', channels], in the input's dtype.
+    Input: [batch, *space, channels], real numbers. Output: [batch, *space', channels], in the
+    input's dtype.
 
     >>> from fnet import layers as nn
     >>> nn.MaxPool(2)({}, jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
@@ -54,10 +56,11 @@ class AvgPool(Layer):
 
     Args:
         window, strides, padding: as in `MaxPool`.
-        count_padding: whether the mean includes the zeros of the padding, as in PyTorch. Default False: the mean is
-            computed over the positions that are not padding, as in Keras.
+        count_padding: whether the mean includes the zeros of the padding, as in PyTorch. Default
+            False: the mean is computed over the positions that are not padding, as in Keras.
 
-    Input: [batch, *space, channels], floating point. Output: [batch, *space', channels], in the input's dtype.
+    Input: [batch, *space, channels], floating point. Output: [batch, *space', channels], in the
+    input's dtype.
 
     >>> from fnet import layers as nn
     >>> nn.AvgPool(2)({}, jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
@@ -83,7 +86,8 @@ class AvgPool(Layer):
 
 
 class GlobalAvgPool(Layer):
-    """Computes the mean over all positions, in float32 or float64: [batch, *space, channels] to [batch, channels].
+    """Computes the mean over all positions, in float32 or float64: [batch, *space, channels] to
+    [batch, channels].
 
     >>> from fnet import layers as nn
     >>> nn.GlobalAvgPool()({}, jnp.arange(8.0).reshape(1, 2, 2, 2)).tolist()
@@ -115,7 +119,8 @@ class Flatten(Layer):
 
 
 def _windows(pool, scope, x, start, reduce):
-    """Returns (the result of reducing each window, the size of the window, whether there is padding)."""
+    """Returns (the result of reducing each window, the size of the window, whether there is
+    padding)."""
     who = type(pool).__name__
     strides = pool.window if pool.strides is None else pool.strides
     window, strides, _ = geometry(who, scope, x, pool.window, strides)
@@ -143,8 +148,8 @@ def _windows(pool, scope, x, start, reduce):
 # In eager mode, a sharding constraint needs a jitted function, which knows the devices of the mesh.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)
 def _unsplit_maxima(x, mesh, axes, start, windows):
-    """The maximum over each window. The axes of the windows are not split, because XLA computes another gradient if
-    windows overlap (see `fnet.jaxpr.misdivided`)."""
+    """The maximum over each window. The axes of the windows are not split, because XLA computes
+    another gradient if windows overlap (see `fnet.jaxpr.misdivided`)."""
     y = lax.reduce_window(
         misdivided.unsplit(x, mesh, axes), np.array(start, x.dtype), lax.max, *windows
     )

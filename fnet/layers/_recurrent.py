@@ -1,4 +1,5 @@
-"""Recurrent layers RNN, LSTM and GRU, for batches of sequences with different lengths, in one or both directions."""
+"""Recurrent layers RNN, LSTM and GRU, for batches of sequences with different lengths, in one or
+both directions."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ _orthogonal = initializers.orthogonal()
 
 
 def orthogonal_gates(key, shape, dtype=jnp.float32):
-    """An initializer of arrays [features, gates * features]. The array is a concatenation of one orthogonal matrix for
-    each gate.
+    """An initializer of arrays [features, gates * features]. The array is a concatenation of one
+    orthogonal matrix for each gate.
 
-    Source: Saxe, McClelland and Ganguli (2014), Exact solutions to the nonlinear dynamics of learning in deep linear
-    neural networks.
+    Source: Saxe, McClelland and Ganguli (2014), Exact solutions to the nonlinear dynamics of
+    learning in deep linear neural networks.
     """
     features, columns = shape
     keys = jax.random.split(key, columns // features)
@@ -40,19 +41,21 @@ def orthogonal_gates(key, shape, dtype=jnp.float32):
 
 
 def open_forget_gate(key, shape, dtype=jnp.float32):
-    """An initializer of an LSTM's bias: 1 for the forget gate, which is the second of four gates, and 0 elsewhere.
+    """An initializer of an LSTM's bias: 1 for the forget gate, which is the second of four gates,
+    and 0 elsewhere.
 
-    Source: Gers, Schmidhuber and Cummins (2000), Learning to Forget. Measurements: Jozefowicz, Zaremba and Sutskever
-    (2015), An Empirical Exploration of Recurrent Network Architectures.
+    Source: Gers, Schmidhuber and Cummins (2000), Learning to Forget. Measurements: Jozefowicz,
+    Zaremba and Sutskever (2015), An Empirical Exploration of Recurrent Network Architectures.
     """
     return jnp.repeat(jnp.array([0, 1, 0, 0], dtype), shape[0] // 4)
 
 
 class _Recurrent(Layer):
-    """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one matrix product per step.
+    """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one matrix
+    product per step.
 
-    The projected inputs of each gate are a separate array. If the gates were slices of one array, XLA:CPU would not
-    vectorize the elementwise operations of a step.
+    The projected inputs of each gate are a separate array. If the gates were slices of one array,
+    XLA:CPU would not vectorize the elementwise operations of a step.
     """
 
     gates: typing.ClassVar[int] = 1
@@ -73,25 +76,30 @@ class _Recurrent(Layer):
     def scan(
         self, scope: Scope, x: jax.Array, carry: Any = None, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """Computes the outputs and the final carry (the recurrent state). A later call can continue from the carry.
+        """Computes the outputs and the final carry (the recurrent state). A later call can continue
+        from the carry.
 
             y, carry = lstm.scan(params, prompt, lengths=lengths)
             y, carry = lstm.scan(params, token[:, None], carry)        # one more time step
 
         Args:
             x: [batch, time, features_in].
-            carry: the initial carry, returned by an earlier call or by `zero_carry`. Default: zeros.
-            lengths: integers [batch], the number of valid time steps in each example. Default: all time steps.
+            carry: the initial carry, returned by an earlier call or by `zero_carry`. Default:
+                zeros.
+            lengths: integers [batch], the number of valid time steps in each example. Default: all
+                time steps.
 
         Returns:
-            `(outputs, carry)`: the outputs of the layer, and the carry after the last valid time step of each example,
-            in float32 or float64. The backward direction of a bidirectional layer processes the first time step last,
-            so the carry of this direction is the carry after the first time step.
+            `(outputs, carry)`: the outputs of the layer, and the carry after the last valid time
+            step of each example, in float32 or float64. The backward direction of a bidirectional
+            layer processes the first time step last, so the carry of this direction is the carry
+            after the first time step.
         """
         x = floating(x, scope, type(self).__name__)
         if x.ndim != 3:
             raise ValueError(
-                f"{type(self).__name__} at {scope}: expected input [batch, time, features]; got shape "
+                f"{type(self).__name__} at {scope}: expected input [batch, time, features]; got "
+                f"shape "
                 f"{x.shape}"
             )
         valid = None if lengths is None else _valid(lengths, x, self, scope)
@@ -110,8 +118,9 @@ class _Recurrent(Layer):
     def zero_carry(self, batch: int, dtype=jnp.float32):
         """Returns the initial carry, which contains zeros.
 
-        For RNN and GRU, the carry is an array [batch, features]. For LSTM, the carry is `(hidden, cell)`, both [batch,
-        features]. For a bidirectional layer, the carry is a dict with one carry for "forward" and one for "backward".
+        For RNN and GRU, the carry is an array [batch, features]. For LSTM, the carry is `(hidden,
+        cell)`, both [batch, features]. For a bidirectional layer, the carry is a dict with one
+        carry for "forward" and one for "backward".
         """
         one = self._one_carry(jnp.zeros((batch, self.features), dtype))
         return {"forward": one, "backward": one} if self.bidirectional else one
@@ -174,30 +183,34 @@ class RNN(_Recurrent):
 
     Args:
         features: number of hidden units, f.
-        bidirectional: whether to run in both directions: forward from the first time step of each example, and backward
-            from its last valid time step. Default False.
+        bidirectional: whether to run in both directions: forward from the first time step of each
+            example, and backward from its last valid time step. Default False.
         activation: the activation function. Default tanh.
         use_bias: whether to add a bias. Default True.
-        kernel_init: initializer of the kernel. Default: LeCun normal, with variance 1 / i (i input features) for every
-            gate.
-        recurrent_init: initializer of the recurrent kernel. Default: an orthogonal matrix for each gate, because
-            multiplication by an orthogonal matrix preserves the norm of the hidden state.
+        kernel_init: initializer of the kernel. Default: LeCun normal, with variance 1 / i (i input
+            features) for every gate.
+        recurrent_init: initializer of the recurrent kernel. Default: an orthogonal matrix for each
+            gate, because multiplication by an orthogonal matrix preserves the norm of the hidden
+            state.
         bias_init: initializer of the bias. Default: zeros.
         unroll: number of time steps in one iteration of the scan. Default 1.
 
     Inputs:
         x: [b, t, i], floating point.
-        lengths: integers [b], the number of valid time steps in each example. Outputs after the valid time steps are 0.
-            The padding of an example has no effect on the result, even if the padding is NaN. Default: t.
+        lengths: integers [b], the number of valid time steps in each example. Outputs after the
+            valid time steps are 0. The padding of an example has no effect on the result, even if
+            the padding is NaN. Default: t.
 
-    Output: [b, t, f], or [b, t, 2 f] if bidirectional (the forward outputs first). The method `scan` accepts and
-    returns the carry (the recurrent state), so that a later call can continue a sequence.
+    Output: [b, t, f], or [b, t, 2 f] if bidirectional (the forward outputs first). The method
+    `scan` accepts and returns the carry (the recurrent state), so that a later call can continue a
+    sequence.
 
-    For 16-bit inputs, the operands of the matrix products are also 16-bit. The gates and the carry are float32, because
-    small changes would be lost if the carry were rounded to 16 bits in each time step.
+    For 16-bit inputs, the operands of the matrix products are also 16-bit. The gates and the carry
+    are float32, because small changes would be lost if the carry were rounded to 16 bits in each
+    time step.
 
-    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has these parameters twice, once
-    at the path "forward" and once at the path "backward".
+    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has these
+    parameters twice, once at the path "forward" and once at the path "backward".
 
     Source: Elman (1990), Finding Structure in Time.
 
@@ -224,17 +237,18 @@ class LSTM(_Recurrent):
 
     Args:
         features, bidirectional, use_bias, kernel_init, recurrent_init, unroll: as in `RNN`.
-        bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in Keras. With a bias of
-            0, the forget gate would halve the cell state in each time step at the start of training. Flax initializes
-            the bias with 0, and PyTorch with random values around 0.
+        bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in
+            Keras. With a bias of 0, the forget gate would halve the cell state in each time step at
+            the start of training. Flax initializes the bias with 0, and PyTorch with random values
+            around 0.
 
     Inputs and output: as in `RNN`. The carry is `(hidden, cell)`.
 
-    Parameters: kernel [i, 4 f], recurrent_kernel [f, 4 f], bias [4 f]. The gates have PyTorch's order: input, forget,
-    cell, output. The bias is the sum of PyTorch's two biases.
+    Parameters: kernel [i, 4 f], recurrent_kernel [f, 4 f], bias [4 f]. The gates have PyTorch's
+    order: input, forget, cell, output. The bias is the sum of PyTorch's two biases.
 
-    Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory. Forget gate: Gers, Schmidhuber and Cummins
-    (2000), Learning to Forget.
+    Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory. Forget gate: Gers,
+    Schmidhuber and Cummins (2000), Learning to Forget.
 
     >>> x, lstm = jnp.ones((2, 5, 3)), LSTM(4)
     >>> params, _ = lstm.init(jax.random.key(0), x)
@@ -263,23 +277,26 @@ class LSTM(_Recurrent):
 
 
 class GRU(_Recurrent):
-    """Gated recurrent unit, as in PyTorch and cuDNN: the reset gate is applied after the product with recurrent_kernel.
+    """Gated recurrent unit, as in PyTorch and cuDNN: the reset gate is applied after the product
+    with recurrent_kernel.
 
         r, z = split(x[t] @ kernel[:, :2f] + h[t-1] @ recurrent_kernel[:, :2f] + bias[:2f])
-        n = tanh(x[t] @ kernel[:, 2f:] + bias[2f:] + sigmoid(r) * (h[t-1] @ recurrent_kernel[:, 2f:] + recurrent_bias))
-        h[t] = (1 - sigmoid(z)) * n + sigmoid(z) * h[t-1]
+        n = tanh(x[t] @ kernel[:, 2f:] + bias[2f:] + sigmoid(r) * (h[t-1] @ recurrent_kernel[:, 2f:]
+        + recurrent_bias)) h[t] = (1 - sigmoid(z)) * n + sigmoid(z) * h[t-1]
 
     Args:
-        features, bidirectional, use_bias, kernel_init, recurrent_init, bias_init, unroll: as in `RNN`.
+        features, bidirectional, use_bias, kernel_init, recurrent_init, bias_init, unroll: as in
+            `RNN`.
 
     Inputs and output: as in `RNN`. The carry is the hidden state.
 
-    Parameters: kernel [i, 3 f], recurrent_kernel [f, 3 f], bias [3 f], recurrent_bias [f]. The gates have PyTorch's
-    order: reset, update, new. For the reset and update gates, bias is the sum of PyTorch's two biases. For the new gate
-    (n in the formula), PyTorch's two biases are separate: bias is added to `x[t] @ kernel`, and recurrent_bias is added
-    to `h[t-1] @ recurrent_kernel`.
+    Parameters: kernel [i, 3 f], recurrent_kernel [f, 3 f], bias [3 f], recurrent_bias [f]. The
+    gates have PyTorch's order: reset, update, new. For the reset and update gates, bias is the sum
+    of PyTorch's two biases. For the new gate (n in the formula), PyTorch's two biases are separate:
+    bias is added to `x[t] @ kernel`, and recurrent_bias is added to `h[t-1] @ recurrent_kernel`.
 
-    Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder. Formula: Chung et al.
+    Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder. Formula:
+    Chung et al.
     (2014), Empirical Evaluation of Gated Recurrent Neural Networks on Sequence Modeling.
 
     >>> x = jnp.ones((2, 5, 3))
@@ -304,8 +321,8 @@ class GRU(_Recurrent):
         return (1 - z) * jnp.tanh(nx + jax.nn.sigmoid(rx + rh) * nh) + z * hidden
 
 
-# Jitted, so that eager calls compile once for each layer and shape. An eager scan would compile in each call, because
-# its closure is a new function each time.
+# Jitted, so that eager calls compile once for each layer and shape. An eager scan would compile in
+# each call, because its closure is a new function each time.
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 5))
 def _scan(layer, arrays, x, carry, valid, reverse):
     x = x.swapaxes(0, 1)  # [time, batch, features_in]
@@ -316,7 +333,8 @@ def _scan(layer, arrays, x, carry, valid, reverse):
     projected = [affine(x, *gate) if "bias" in arrays else linear(x, *gate) for gate in zip(*each)]
 
     def recur(hidden):
-        # The kernel is cast within the step, so that its gradient is summed over time in the kernel's dtype.
+        # The kernel is cast within the step, so that its gradient is summed over time in the
+        # kernel's dtype.
         return apart(wide(linear(hidden.astype(x.dtype), arrays["recurrent_kernel"])))
 
     def step(carry, inputs):

@@ -1,5 +1,5 @@
-"""Scope: a node of a model's params and state, with the arrays of one layer. A scope is an ordinary argument of the
-method `forward`.
+"""Scope: a node of a model's params and state, with the arrays of one layer. A scope is an ordinary
+argument of the method `forward`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _CLASHES = {
 
 
 class Run:
-    """The data of one call of a model: its arguments, and the arrays that layers record or update during the call."""
+    """The data of one call of a model: its arguments, and the arrays that layers record or update
+    during the call."""
 
     __slots__ = ("base", "blocked", "here", "key", "record", "stateful", "trace", "train", "wrote")
 
@@ -43,8 +44,8 @@ class Run:
 
 
 class Place:
-    """The parameters, the state and the random key of one layer during one call of a model. All scopes with the same
-    path share one `Place`."""
+    """The parameters, the state and the random key of one layer during one call of a model. All
+    scopes with the same path share one `Place`."""
 
     __slots__ = ("_key", "children", "draws", "params", "parent", "path", "run", "state", "written")
 
@@ -66,7 +67,8 @@ class Place:
         return found
 
     def key(self):
-        """Derives the layer's random key from its path and the key of the call. Returns None if the call has no key."""
+        """Derives the layer's random key from its path and the key of the call. Returns None if the
+        call has no key."""
         if self._key is None and self.run.key is not None:
             self._key = (
                 self.run.key
@@ -76,8 +78,8 @@ class Place:
         return self._key
 
     def read(self, name, spec):
-        """Returns the parameter `name` after checking its shape. While the shapes of a model are traced, returns
-        zeros."""
+        """Returns the parameter `name` after checking its shape. While the shapes of a model are
+        traced, returns zeros."""
         if self.run.record is not None:
             return self.record("params", name, spec)
         held = self.params.get(name) if isinstance(self.params, Mapping) else self.params
@@ -97,14 +99,17 @@ class Place:
         known = node.setdefault(name, spec)
         if isinstance(known, Mapping) or known.shape != spec.shape:
             raise ValueError(
-                f"{quote((*self.path, name))}: expected shape {spec.shape}, but in the same model it was "
-                f"{'a scope' if isinstance(known, Mapping) else f'{known.shape}'} before; share a scope "
+                f"{quote((*self.path, name))}: expected shape {spec.shape}, but in the same model "
+                f"it was "
+                f"{'a scope' if isinstance(known, Mapping) else f'{known.shape}'} before; share a "
+                f"scope "
                 "only between layers of one shape, or use another name"
             )
         return jnp.zeros(spec.shape, spec.dtype)
 
     def record_tree(self, kind, tree):
-        """Records all leaves of a spec tree below this node, and returns a tree of zeros with their shapes."""
+        """Records all leaves of a spec tree below this node, and returns a tree of zeros with their
+        shapes."""
         return {
             name: self.child(name).record_tree(kind, node)
             if isinstance(node, Mapping)
@@ -130,12 +135,12 @@ class Place:
 
 
 class Scope:
-    """Gives a layer access to its arrays, which are one node (a dict) of the parameter tree. A Scope is an argument of
-    `forward` and is valid for one call.
+    """Gives a layer access to its arrays, which are one node (a dict) of the parameter tree. A
+    Scope is an argument of `forward` and is valid for one call.
 
-    The complete interface is: `scope["name"]` (the scope of a child, which is a layer inside this layer), `param`,
-    `state`, `update`, `key`, `train` and `pure`. A Scope uses no global state. To use the arrays of a child in several
-    calls, keep the scope of the child in a variable:
+    The complete interface is: `scope["name"]` (the scope of a child, which is a layer inside this
+    layer), `param`, `state`, `update`, `key`, `train` and `pure`. A Scope uses no global state. To
+    use the arrays of a child in several calls, keep the scope of the child in a variable:
 
         shared = scope["embed"]
         x = embed(shared, tokens)
@@ -165,8 +170,8 @@ class Scope:
         return quote(self._place.path)
 
     def __getitem__(self, name: str) -> Scope:
-        """Returns the scope of the child `name` (a layer in this layer). Within one call of a model, a name may be used
-        only once for each scope."""
+        """Returns the scope of the child `name` (a layer in this layer). Within one call of a
+        model, a name may be used only once for each scope."""
         self._use(name, "scope")
         return Scope(self._place.child(name), self._layer)
 
@@ -189,14 +194,17 @@ class Scope:
         Args:
             name: the last segment of the parameter's path in the parameter tree.
             shape: the shape of the parameter for the current input.
-            init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`. Only `Layer.init` calls it.
-            axes: a logical name or None for each axis of the parameter. The axis names are only hints for sharding.
+            init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`. Only
+            `Layer.init` calls it. axes: a logical name or None for each axis of the parameter. The
+            axis names are only hints for sharding.
                 Default: no names.
-            roles: what each axis is to an optimizer: "in", "out", "layers", or another word (see `ParamSpec`). Muon and
-                Adafactor need them for an array with several axes. Default: not declared.
+            roles: what each axis is to an optimizer: "in", "out", "layers", or another word (see
+                `ParamSpec`). Muon and Adafactor need them for an array with several axes. Default:
+                not declared.
 
         Returns:
-            The array from the caller's `params`, without a cast. `Layer.init` creates it in float32.
+            The array from the caller's `params`, without a cast. `Layer.init` creates it in
+            float32.
 
         Raises:
             ValueError: `params` has no array with the name `name` and the shape `shape`.
@@ -218,7 +226,8 @@ class Scope:
         for option, words in (("axes", axes), ("roles", roles)):
             if words is not None and len(words) != len(shape):
                 raise ValueError(
-                    f"{quote((*place.path, name))}: expected one name for each axis of shape {shape}, got "
+                    f"{quote((*place.path, name))}: expected one name for each axis of shape "
+                    f"{shape}, got "
                     f"{option}={tuple(words)}"
                 )
         return place.read(
@@ -244,21 +253,24 @@ class Scope:
     ) -> jax.Array | None:
         """Returns the state `name` of this layer.
 
-        The result is the array in the `state` that the caller passed to the model. If the layer has already updated
-        this state with `scope.update` during the same call of the model, the result is the updated array.
+        The result is the array in the `state` that the caller passed to the model. If the layer has
+        already updated this state with `scope.update` during the same call of the model, the result
+        is the updated array.
 
         Args:
             name: the last segment of the array's path in the state tree.
             shape: the shape of the array.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
-            kind: "stats" (default) or "cache". `Layer.init` creates the arrays of kind "stats", and the caller of the
-                model must pass these arrays. `Layer.cache` creates the arrays of kind "cache". For the kind "cache",
-                `Scope.state` returns None if the state that is passed to the model does not contain the array. The
-                shape of an array of kind "cache" is not checked.
+            kind: "stats" (default) or "cache". `Layer.init` creates the arrays of kind "stats", and
+                the caller of the model must pass these arrays. `Layer.cache` creates the arrays of
+                kind "cache". For the kind "cache", `Scope.state` returns None if the state that is
+                passed to the model does not contain the array. The shape of an array of kind
+                "cache" is not checked.
             dtype: the dtype with which the array is created. Default float32.
 
         Raises:
-            ValueError: kind is "stats", and the caller passed no array with the name `name` and the shape `shape`.
+            ValueError: kind is "stats", and the caller passed no array with the name `name` and the
+                shape `shape`.
         """
         self._use(name, "state")
         place, run, shape = self._place, self._place.run, tuple(shape)
@@ -281,13 +293,14 @@ class Scope:
         return held
 
     def update(self, name: str, value: Any) -> None:
-        """Sets the state `name` to `value`. If `name` is a subtree of the state (see `pure`), `value` is a dict.
+        """Sets the state `name` to `value`. If `name` is a subtree of the state (see `pure`),
+        `value` is a dict.
 
         The value is cast to the dtype of the state that the caller of the model passed.
 
         Raises:
-            RuntimeError: the call is inside a JAX transform that `forward` applies, so the value cannot leave this
-                transform.
+            RuntimeError: the call is inside a JAX transform that `forward` applies, so the value
+                cannot leave this transform.
             ValueError: `name` was not declared with `state`, or `value` has another shape.
         """
         place = self._place
@@ -297,7 +310,8 @@ class Scope:
         held = _spec.get(place.state, (name,))
         if held is None:
             raise ValueError(
-                f"{self._owner} updates the state {quote((*place.path, name))}, which is missing in the "
+                f"{self._owner} updates the state {quote((*place.path, name))}, which is missing "
+                f"in the "
                 "state that was passed in; declare it with scope.state"
             )
         if not place.written:
@@ -305,12 +319,12 @@ class Scope:
         place.written[name] = _like(held, value, (*place.path, name))
 
     def key(self) -> jax.Array:
-        """Returns a random key, which is different in each call. The key is derived from the `key=` that the caller of
-        the model passed, from the path of this scope, and from a counter.
+        """Returns a random key, which is different in each call. The key is derived from the `key=`
+        that the caller of the model passed, from the path of this scope, and from a counter.
 
         Raises:
-            RuntimeError: the call is inside a JAX transform that `forward` applies, such as `lax.scan`. Inside
-                `lax.scan`, all iterations would use the same key.
+            RuntimeError: the call is inside a JAX transform that `forward` applies, such as
+                `lax.scan`. Inside `lax.scan`, all iterations would use the same key.
             ValueError: the caller passed no key.
         """
         place = self._place
@@ -319,7 +333,8 @@ class Scope:
             return jax.random.key(0)
         if place.run.key is None:
             raise ValueError(
-                f"{self._owner} at {quote(place.path)} needs random numbers; pass key=jax.random.key(...) "
+                f"{self._owner} at {quote(place.path)} needs random numbers; pass "
+                f"key=jax.random.key(...) "
                 "to the model"
             )
         place.draws += 1
@@ -328,8 +343,8 @@ class Scope:
     def pure(
         self, layer: Any, *inputs: Any, copies: int | None = None, **options: Any
     ) -> tuple[Callable, dict, Any, Any]:
-        """Converts `layer` to a pure function, to which JAX's transforms can be applied. The method also returns the
-        arrays of the layer.
+        """Converts `layer` to a pure function, to which JAX's transforms can be applied. The method
+        also returns the arrays of the layer.
 
             f, params, state, key = scope.pure(self.block, x)
             y, state = jax.checkpoint(f)(params, x, state=state, key=key)
@@ -338,23 +353,27 @@ class Scope:
 
         Args:
             layer: the layer. The arrays of the layer are stored at the path of this scope.
-            inputs: example inputs of the layer, or of one copy of the layer if `copies` is set. Only the shapes and
-                dtypes of arrays are used.
-            copies: the number of stacked copies of the layer. Every array of params, state and key has a leading axis
-                of length `copies`. Copy `i` of the layer has the same initial values as the layer would have in the
-                scope `scope[str(i)]`. Default None: one layer, and no leading axis.
-            options: example keyword arguments of the layer. Only the shapes and dtypes of arrays are used.
+            inputs: example inputs of the layer, or of one copy of the layer if `copies` is set.
+                Only the shapes and dtypes of arrays are used.
+            copies: the number of stacked copies of the layer. Every array of params, state and key
+                has a leading axis of length `copies`. Copy `i` of the layer has the same initial
+                values as the layer would have in the scope `scope[str(i)]`. Default None: one
+                layer, and no leading axis.
+            options: example keyword arguments of the layer. Only the shapes and dtypes of arrays
+                are used.
 
         Returns:
-            `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None, train=None, **options)`
-            and returns `(y, state)`. `state` is None if the caller of the model passed no state; `key` is None if the
-            caller passed no key. With `train=None`, `f` uses `scope.train`.
+            `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None,
+            train=None, **options)` and returns `(y, state)`. `state` is None if the caller of the
+            model passed no state; `key` is None if the caller passed no key. With `train=None`, `f`
+            uses `scope.train`.
         """
         place, run = self._place, self._place.run
         recording = run.record is not None
         if not hasattr(layer, "_record"):
             raise TypeError(
-                f"{self._owner} at {self}: expected a layer, got {describe(layer)}; wrap a function in "
+                f"{self._owner} at {self}: expected a layer, got {describe(layer)}; wrap a "
+                f"function in "
                 "nn.Sequential"
             )
         if copies is not None and copies < 0:
@@ -407,7 +426,8 @@ class Scope:
             if self._names.get((other, name)) == now:
                 place = quote((*self._place.path, name))
                 raise ValueError(
-                    f"{place} is used twice in one call of {self._owner}; use another name, or, to share "
+                    f"{place} is used twice in one call of {self._owner}; use another name, or, to "
+                    f"share "
                     f"its parameters, keep the scope in a variable (shared = scope[{name!r}])"
                 )
         self._names[kind, name] = now
@@ -416,7 +436,8 @@ class Scope:
         run = self._place.run
         if run.blocked or _jax.trace_state() != run.trace:
             raise RuntimeError(
-                f"{self._owner} at {quote(self._place.path)} calls scope.{what} inside a jax transform "
+                f"{self._owner} at {quote(self._place.path)} calls scope.{what} inside a jax "
+                f"transform "
                 "(scan, cond, vmap, jit, ...); use scope.pure"
             )
 
@@ -426,7 +447,8 @@ def quote(path) -> str:
 
 
 def describe(value) -> str:
-    """Describes a value in an error: an array by its shape, a dict by its names, anything else by its type."""
+    """Describes a value in an error: an array by its shape, a dict by its names, anything else by
+    its type."""
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(sorted(map(str, value)))}"
     shape = None if isinstance(value, ParamSpec) else getattr(value, "shape", None)
@@ -437,12 +459,14 @@ def describe(value) -> str:
 
 
 def _like(held, value, path):
-    """Returns `value` with the dtypes of `held`, after checking that both have the same structure and shapes."""
+    """Returns `value` with the dtypes of `held`, after checking that both have the same structure
+    and shapes."""
     if isinstance(held, Mapping):
         if not isinstance(value, Mapping) or set(value) != set(held):
             given = sorted(value) if isinstance(value, Mapping) else type(value).__name__
             raise ValueError(
-                f"{quote(path)}: expected a new state with {sorted(held)}, as passed in, got {given}"
+                f"{quote(path)}: expected a new state with {sorted(held)}, as passed in, got "
+                f"{given}"
             )
         return {name: _like(held[name], value[name], (*path, name)) for name in held}
     value = jnp.asarray(value)
@@ -455,9 +479,11 @@ def _like(held, value, path):
 
 
 def written(place: Place):
-    """Returns the new state of a layer and its sublayers: the state that was passed, with this call's updates.
+    """Returns the new state of a layer and its sublayers: the state that was passed, with this
+    call's updates.
 
-    Returns None if the caller passed no state, and {} if the caller's state does not contain the path of the layer.
+    Returns None if the caller passed no state, and {} if the caller's state does not contain the
+    path of the layer.
     """
     if not place.run.stateful:
         return None
@@ -482,6 +508,7 @@ def _check_copies(kind, tree, count, path, owner):
         shape = jnp.shape(leaf)
         if shape[:1] != (count,):
             raise ValueError(
-                f"{quote((*path, *below))}: expected shape ({count}, ...) for {count} copies of {owner}, "
+                f"{quote((*path, *below))}: expected shape ({count}, ...) for {count} copies of "
+                f"{owner}, "
                 f"got {shape} in {kind}"
             )

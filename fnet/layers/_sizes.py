@@ -20,7 +20,8 @@ def at_most(who: str, size, limit: int) -> bool:
         limit: the largest size allowed.
 
     Raises:
-        ValueError: the size is symbolic, and its constraints do not determine whether it is at most `limit`.
+        ValueError: the size is symbolic, and its constraints do not determine whether it is at most
+            `limit`.
     """
     try:
         return size <= limit
@@ -32,7 +33,8 @@ def at_most(who: str, size, limit: int) -> bool:
 
 
 def integers(x, batch: int, what: str) -> jax.Array:
-    """Returns an array with one integer for each example. `what` is the beginning of the error message."""
+    """Returns an array with one integer for each example. `what` is the beginning of the error
+    message."""
     x = jnp.asarray(x)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(

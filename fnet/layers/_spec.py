@@ -18,22 +18,24 @@ from fnet.layers import _draws
 class ParamSpec:
     """The description of one array of a model: a leaf of a spec tree.
 
-    A ParamSpec is not a pytree node, so `jax.tree.map` over a spec tree treats it as a leaf. `jax.eval_shape` and
-    similar functions accept a ParamSpec in place of a `jax.ShapeDtypeStruct`, because a ParamSpec has a `shape` and a
-    `dtype`.
+    A ParamSpec is not a pytree node, so `jax.tree.map` over a spec tree treats it as a leaf.
+    `jax.eval_shape` and similar functions accept a ParamSpec in place of a `jax.ShapeDtypeStruct`,
+    because a ParamSpec has a `shape` and a `dtype`.
 
     Attributes:
         shape: the array's shape.
         dtype: the array's dtype.
         init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
-        axes: one logical name (or None) for each axis. The axis names are hints for sharding. None: no hints.
-        roles: one word for each axis, which says what the axis is to an optimizer. "layers" is an axis of separate
-            layers, such as the copies of a `Stack` or the experts of a mixture; "in" is summed over; "out" is an
-            output; "4*out" is an axis of outputs in four groups, each with inputs of its own; "logits" are the outputs
-            of the last layer. Any other word, such as "vocab", is none of these. The word None: not declared. None
-            instead of a tuple: nothing is known, not even whether the array contains several layers.
-        layer: the class of the layer that uses the array, or None if it is unknown. Two specs that differ only in
-            `layer` are equal.
+        axes: one logical name (or None) for each axis. The axis names are hints for sharding. None:
+            no hints.
+        roles: one word for each axis, which says what the axis is to an optimizer. "layers" is an
+            axis of separate layers, such as the copies of a `Stack` or the experts of a mixture;
+            "in" is summed over; "out" is an output; "4*out" is an axis of outputs in four groups,
+            each with inputs of its own; "logits" are the outputs of the last layer. Any other word,
+            such as "vocab", is none of these. The word None: not declared. None instead of a tuple:
+            nothing is known, not even whether the array contains several layers.
+        layer: the class of the layer that uses the array, or None if it is unknown. Two specs that
+            differ only in `layer` are equal.
 
     >>> from fnet import layers as nn
     >>> spec = nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32"))
@@ -54,9 +56,10 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def make(self, keys: Any, path: tuple[str, ...], making: Making) -> jax.Array:
-        """Creates the array at `path`. `keys[i]` is the random key of the node at `path[:i]`; the last element of
-        `keys` is the random key of the array itself."""
-        # A compiled initializer rounds in the same way inside a larger program: init == jit(init), bit for bit.
+        """Creates the array at `path`. `keys[i]` is the random key of the node at `path[:i]`; the
+        last element of `keys` is the random key of the array itself."""
+        # A compiled initializer rounds in the same way inside a larger program: init == jit(init),
+        # bit for bit.
         if making.staged:
             return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)
         return _draws.compiled(self.init, keys[-1], self.shape, self.dtype)
@@ -64,12 +67,14 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Copies(ParamSpec):
-    """The spec of an array that stacks the arrays of several copies of a layer along the first axis.
+    """The spec of an array that stacks the arrays of several copies of a layer along the first
+    axis.
 
-    `each` is the `ParamSpec` of the unstacked array, that is, of the array in a single copy of the layer. `depth` is
-    the number of names in the array's path relative to the copied layer, for example 2 for "dense/kernel". A stacked
-    layer with the path "blocks" has the same initial values as separate (unrolled) layers with the paths "blocks/0",
-    "blocks/1", .... Therefore stacking the parameters of the separate layers gives the parameters of the stacked layer.
+    `each` is the `ParamSpec` of the unstacked array, that is, of the array in a single copy of the
+    layer. `depth` is the number of names in the array's path relative to the copied layer, for
+    example 2 for "dense/kernel". A stacked layer with the path "blocks" has the same initial values
+    as separate (unrolled) layers with the paths "blocks/0", "blocks/1", .... Therefore stacking the
+    parameters of the separate layers gives the parameters of the stacked layer.
     """
 
     each: ParamSpec = None
@@ -89,10 +94,11 @@ class Copies(ParamSpec):
 
 @dataclasses.dataclass(frozen=True)
 class Part(ParamSpec):
-    """The spec of one array of a tree. The function `whole(key)` creates all arrays of the tree in a single call.
+    """The spec of one array of a tree. The function `whole(key)` creates all arrays of the tree in
+    a single call.
 
-    `depth` is the number of names in the array's path relative to the root of the tree that `whole` returns, for
-    example 2 for "dense/kernel".
+    `depth` is the number of names in the array's path relative to the root of the tree that `whole`
+    returns, for example 2 for "dense/kernel".
     """
 
     whole: Callable = None
@@ -110,9 +116,10 @@ class Making(NamedTuple):
     """The data that is passed to `ParamSpec.make` for every array of a tree.
 
     Attributes:
-        staged: whether the arrays are created while JAX traces a larger program, for example inside `jax.jit`.
-        wholes: {(function `Part.whole`, path of the tree in the model): tree}, a cache of the trees that `Part.whole`
-            has created. Each tree is created only once.
+        staged: whether the arrays are created while JAX traces a larger program, for example inside
+            `jax.jit`.
+        wholes: {(function `Part.whole`, path of the tree in the model): tree}, a cache of the trees
+            that `Part.whole` has created. Each tree is created only once.
     """
 
     staged: bool
@@ -137,7 +144,8 @@ def count_parameters(tree: Any) -> int:
         tree: parameters, specs (`model.spec(x).params`), or any tree whose leaves have a shape.
 
     Returns:
-        The sum of the sizes of all leaves. An array that occurs several times in the tree is counted each time.
+        The sum of the sizes of all leaves. An array that occurs several times in the tree is
+        counted each time.
 
     >>> from fnet import layers as nn
     >>> nn.count_parameters(nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32")).params)
@@ -152,7 +160,8 @@ def digest(name: str) -> np.uint32:
 
 
 def numbers(count: int) -> np.ndarray:
-    """Returns `digest("0")`, `digest("1")`, ... as an array [count], to derive a random key for each layer copy."""
+    """Returns `digest("0")`, `digest("1")`, ... as an array [count], to derive a random key for
+    each layer copy."""
     return np.array([digest(str(i)) for i in range(count)], np.uint32)
 
 
@@ -162,8 +171,8 @@ def fold(key, name: str):
 
 
 def make(tree: Mapping, key) -> dict:
-    """Creates the arrays of a tree of `ParamSpec`s. The random key of each array is derived from `key` and from the
-    path of the array."""
+    """Creates the arrays of a tree of `ParamSpec`s. The random key of each array is derived from
+    `key` and from the path of the array."""
     making = Making(isinstance(key, jax.core.Tracer), {})
 
     def walk(node, keys, path):

@@ -1,12 +1,14 @@
 """Matrix products for a mixture of experts, as two primitives that are each other's transposes.
 
-The rows of each expert (one row for each of its tokens) are divided into tiles. The primitive `tile_dot` multiplies
-each tile by the kernel of its expert. `tile_dot` is a scan over the tiles, and each iteration reads the kernel of the
-tile's expert without copying it. If JAX transposed the scan of `tile_dot`, each iteration would add an array of the
-size of all kernels to the gradient. Therefore, the gradient of the kernels is computed by a second primitive,
-`tile_outer`, the transpose of `tile_dot` with respect to the kernels. Each iteration of `tile_outer` adds a matrix
-product to the gradient of a single kernel. `lax.ragged_dot` computes the same results as `tile_dot`, but on CPUs it
-multiplies each row by the kernels of all experts, not only by the kernel of the row's expert.
+The rows of each expert (one row for each of its tokens) are divided into tiles. The primitive
+`tile_dot` multiplies each tile by the kernel of its expert. `tile_dot` is a scan over the tiles,
+and each iteration reads the kernel of the tile's expert without copying it. If JAX transposed the
+scan of `tile_dot`, each iteration would add an array of the size of all kernels to the gradient.
+Therefore, the gradient of the kernels is computed by a second primitive, `tile_outer`, the
+transpose of `tile_dot` with respect to the kernels. Each iteration of `tile_outer` adds a matrix
+product to the gradient of a single kernel. `lax.ragged_dot` computes the same results as
+`tile_dot`, but on CPUs it multiplies each row by the kernels of all experts, not only by the kernel
+of the row's expert.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def tile_dot(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def _dot(x, kernel, expert, *, axis, out):
-    """Computes `tile_dot`. If `axis` is 1, the tiles are multiplied by the kernels of their experts. If `axis` is 2,
-    the tiles are multiplied by the transposed kernels."""
+    """Computes `tile_dot`. If `axis` is 1, the tiles are multiplied by the kernels of their
+    experts. If `axis` is 2, the tiles are multiplied by the transposed kernels."""
     dtype = max(x.dtype, kernel.dtype, key=_bits)
 
     def one(_, operands):
@@ -56,7 +58,8 @@ def _dot(x, kernel, expert, *, axis, out):
 def _outer(x, y, expert, *, experts, out):
     """Sums `x[t].T @ y[t]` over the tiles t of each expert, in float32 or wider.
 
-    The shape of x is [tiles, rows, a], that of y is [tiles, rows, b], and that of the result is [experts, a, b].
+    The shape of x is [tiles, rows, a], that of y is [tiles, rows, b], and that of the result is
+    [experts, a, b].
     """
     dtype = max(x.dtype, y.dtype, key=_bits)
     total = jnp.zeros(
@@ -120,9 +123,10 @@ def _outer_transpose(cotangent, x, y, expert, *, experts, out):
 
 
 def _batch(primitive, f, args, axes, **params):
-    """The batching rule of `tile_dot` and `tile_outer`. For `tile_dot` with kernels that have no batch axis, the tiles
-    of all examples are concatenated. For `tile_dot` with batched kernels, and for `tile_outer`, the rule applies
-    `jax.vmap` to `f`, the implementation of the primitive in JAX operations."""
+    """The batching rule of `tile_dot` and `tile_outer`. For `tile_dot` with kernels that have no
+    batch axis, the tiles of all examples are concatenated. For `tile_dot` with batched kernels, and
+    for `tile_outer`, the rule applies `jax.vmap` to `f`, the implementation of the primitive in JAX
+    operations."""
     x, kernel, expert = args
     if primitive is not dot_p or axes[1] is not None:
         return jax.vmap(functools.partial(f, **params), axes)(*args), 0

@@ -19,16 +19,17 @@ class AlexNet(Model):
 
     Args:
         classes: number of logits.
-        width: number of channels of the first convolution. The second to fifth convolutions have 3, 6, 4 and 4 times as
-            many channels as the first.
+        width: number of channels of the first convolution. The second to fifth convolutions have 3,
+            6, 4 and 4 times as many channels as the first.
         hidden: number of output features of each of the first two dense layers.
         dropout: dropout rate before each of the first two dense layers.
 
-    Input: [batch, 224, 224, 3], or another size that the convolutions reduce to 6 × 6. Output: [batch, classes].
+    Input: [batch, 224, 224, 3], or another size that the convolutions reduce to 6 × 6. Output:
+    [batch, classes].
 
-    Source: Krizhevsky (2014), One weird trick for parallelizing convolutional neural networks, footnote 1. The original
-    AlexNet is described in Krizhevsky, Sutskever and Hinton (2012), ImageNet Classification with Deep Convolutional
-    Neural Networks.
+    Source: Krizhevsky (2014), One weird trick for parallelizing convolutional neural networks,
+    footnote 1. The original AlexNet is described in Krizhevsky, Sutskever and Hinton (2012),
+    ImageNet Classification with Deep Convolutional Neural Networks.
 
     >>> model = models.AlexNet.preset("alexnet")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -80,7 +81,8 @@ class AlexNet(Model):
         x = pool(scope["pool3"], conv(5, x, 4 * width, 3, 1))  # [batch, 6, 6, 4 width]
         if x.shape[1:3] != (6, 6):
             raise ValueError(
-                f"AlexNet: expected images that the convolutions reduce to 6 x 6, such as 224 x 224; "
+                f"AlexNet: expected images that the convolutions reduce to 6 x 6, such as 224 x "
+                f"224; "
                 f"{images} is reduced to {x.shape[1]} x {x.shape[2]}"
             )
         x = nn.Flatten()(scope["flatten"], x)

@@ -26,14 +26,16 @@ HEADS = "masked_lm", "sequence", "tokens", "questions", "next_sentence", "pretra
 class Encoded(NamedTuple):
     """The output of an encoder: the features of each token and of each example.
 
-    `Encoded` is registered with `jax.export` as "fnet.models.Encoded". An exported program that returns an `Encoded`
-    can be deserialized only after `import fnet.models`. To deserialize the program without fnet, export a function that
-    returns a dict, such as `lambda params, tokens: model(params, tokens)._asdict()`.
+    `Encoded` is registered with `jax.export` as "fnet.models.Encoded". An exported program that
+    returns an `Encoded` can be deserialized only after `import fnet.models`. To deserialize the
+    program without fnet, export a function that returns a dict, such as `lambda params, tokens:
+    model(params, tokens)._asdict()`.
 
     Attributes:
         hidden: [batch, time, width], the features of each token.
-        pooled: [batch, width], the features of each example. `Bert` computes `pooled` from the first token with its
-            pooler. `pooled` is None if the model does not compute features of an example.
+        pooled: [batch, width], the features of each example. `Bert` computes `pooled` from the
+            first token with its pooler. `pooled` is None if the model does not compute features of
+            an example.
 
     >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
@@ -98,7 +100,8 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 
     Args:
         dense, norm, logits, bias: the keys of the layers of the masked LM head in a file.
-        others: the keys of further layers that the model does not need, but that a file may contain.
+        others: the keys of further layers that the model does not need, but that a file may
+            contain.
     """
     words = (
         torch.dense("masked_lm/dense", dense),
@@ -119,8 +122,8 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 def architectures(prefix: str, without: str = "Model") -> dict:
     """Returns {name of a class of the library transformers: {field of the model: value}}.
 
-    The class that config.json states determines the fields of the model. In the returned dict, `...` is a placeholder
-    for a value that another field of config.json determines.
+    The class that config.json states determines the fields of the model. In the returned dict,
+    `...` is a placeholder for a value that another field of config.json determines.
     """
     return {
         f"{prefix}{without}": dict(head=None),
@@ -132,8 +135,8 @@ def architectures(prefix: str, without: str = "Model") -> dict:
 
 
 def tied(value, config):
-    """Checks the field `tie_word_embeddings` of config.json: it must be True for models with a masked LM head, and has
-    no effect on others."""
+    """Checks the field `tie_word_embeddings` of config.json: it must be True for models with a
+    masked LM head, and has no effect on others."""
     names, heads = config.get("architectures"), ("ForMaskedLM", "ForPreTraining")
     if (
         value is not True
@@ -168,9 +171,10 @@ BERT = {
 class Bert(Model):
     """A text encoder: BERT and models distilled from it, such as MiniLM.
 
-    The input of the first block is the sum of the embeddings of tokens, positions and segments. Each block has
-    bidirectional attention and an MLP with GELU. The attention and the MLP are each followed by a residual connection
-    and a LayerNorm. The pooler applies a dense layer and tanh to the features of the first token.
+    The input of the first block is the sum of the embeddings of tokens, positions and segments.
+    Each block has bidirectional attention and an MLP with GELU. The attention and the MLP are each
+    followed by a residual connection and a LayerNorm. The pooler applies a dense layer and tanh to
+    the features of the first token.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -180,38 +184,41 @@ class Bert(Model):
         hidden: number of features between the two dense layers of a block's MLP.
         context: maximum length of a text in tokens.
         segments: number of segments.
-        head: the layers after the encoder, or None (default) for no such layers. The head "masked_lm" computes logits
-            of the vocabulary for each token, with the embedding table. The head "sequence" computes logits of the
-            classes of a text, from the output of the pooler. The head "tokens" computes logits of the classes of each
-            token. The head "questions" computes two logits for each token: that an answer starts at this token, and
-            that it ends at this token. The head "next_sentence" computes two logits for a pair of segments: that the
-            second segment continues the first, and that the second segment is a random text. The head "pretraining"
-            computes the logits of both "masked_lm" and "next_sentence".
+        head: the layers after the encoder, or None (default) for no such layers. The head
+            "masked_lm" computes logits of the vocabulary for each token, with the embedding table.
+            The head "sequence" computes logits of the classes of a text, from the output of the
+            pooler. The head "tokens" computes logits of the classes of each token. The head
+            "questions" computes two logits for each token: that an answer starts at this token, and
+            that it ends at this token. The head "next_sentence" computes two logits for a pair of
+            segments: that the second segment continues the first, and that the second segment is a
+            random text. The head "pretraining" computes the logits of both "masked_lm" and
+            "next_sentence".
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
-        dropout: dropout rate of the embeddings, the attention weights, the residual branches and the input of the head.
-        epsilon: epsilon of the norms.
-        stacked: whether the parameters of all blocks are stacked and a scan applies the blocks (`nn.Stack`). See also
-            `models.unstack`.
+        dropout: dropout rate of the embeddings, the attention weights, the residual branches and
+        the input of the head. epsilon: epsilon of the norms.
+        stacked: whether the parameters of all blocks are stacked and a scan applies the blocks
+            (`nn.Stack`). See also `models.unstack`.
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example. Later tokens are padding. Default: all
-            tokens are valid.
-        segment: the index of the segment of each token, integers [batch, time], less than `segments`. Default: 0 for
-            all tokens.
+        lengths: integers [batch], the number of valid tokens in each example. Later tokens are
+            padding. Default: all tokens are valid.
+        segment: the index of the segment of each token, integers [batch, time], less than
+            `segments`. Default: 0 for all tokens.
 
-    Output: if the model has no head, an `Encoded` (the features of each token and of each example). With a head,
-    logits of the shape [batch, time, vocab_size] for "masked_lm", [batch, classes] for "sequence", [batch, time,
-    classes] for "tokens", [batch, time, 2] for "questions", and [batch, 2] for "next_sentence". For
+    Output: if the model has no head, an `Encoded` (the features of each token and of each example).
+    With a head, logits of the shape [batch, time, vocab_size] for "masked_lm", [batch, classes] for
+    "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions", and [batch,
+    2] for "next_sentence". For
     "pretraining", the output is a pair: the logits of "masked_lm" and those of "next_sentence".
 
         tokenizer = models.WordPiece.read("vocab.txt")
         tokens, lengths = models.padded([tokenizer.encode("A cat."), tokenizer.encode("Dogs and cats.")])
         vectors = models.sentence_embedding(model(params, tokens, lengths).hidden, lengths)       # [batch, width]
 
-    Source: Devlin et al. (2019), BERT: Pre-training of Deep Bidirectional Transformers; Wang et al. (2020), MiniLM:
-    Deep Self-Attention Distillation.
+    Source: Devlin et al. (2019), BERT: Pre-training of Deep Bidirectional Transformers; Wang et al.
+    (2020), MiniLM: Deep Self-Attention Distillation.
 
     >>> model = models.Bert.preset("minilm-l6")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -255,7 +262,8 @@ class Bert(Model):
             architectures=BERT,
             other_heads=("masked_lm", "next_sentence", "pretraining"),
             irrelevant=(
-                f"{IRRELEVANT} directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+                f"{IRRELEVANT} directionality pooler_fc_size pooler_num_attention_heads "
+                f"pooler_num_fc_layers "
                 "pooler_size_per_head pooler_type"
             ),
         ),
@@ -337,7 +345,8 @@ class Bert(Model):
             )
         if (self.head in ("sequence", "tokens")) != (self.classes is not None):
             raise ValueError(
-                f"{type(self).__name__}: the heads 'sequence' and 'tokens' need classes, and no other "
+                f"{type(self).__name__}: the heads 'sequence' and 'tokens' need classes, and no "
+                f"other "
                 f"head has them; got head={self.head!r} with classes={self.classes}"
             )
 
@@ -349,12 +358,14 @@ class Bert(Model):
         who = type(self).__name__
         if tokens.ndim != 2 or not at_most(who, tokens.shape[1], self.context):
             raise ValueError(
-                f"{who}: expected tokens [batch, time] with time <= context={self.context}; got shape "
+                f"{who}: expected tokens [batch, time] with time <= context={self.context}; got "
+                f"shape "
                 f"{tokens.shape}"
             )
         if segment is not None and (jnp.shape(segment) != tokens.shape or not self.segments):
             raise ValueError(
-                f"{who}: segment must have the shape of tokens, {tokens.shape}; got {jnp.shape(segment)}"
+                f"{who}: segment must have the shape of tokens, {tokens.shape}; got "
+                f"{jnp.shape(segment)}"
                 if self.segments
                 else f"{who}: expected no segment, because this model has none"
             )
@@ -382,7 +393,8 @@ class Bert(Model):
 def sentence_embedding(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
     """Averages the features of each example's valid tokens and normalizes the average to length 1.
 
-    Because the returned embeddings have length 1, the dot product of two of them is their cosine similarity.
+    Because the returned embeddings have length 1, the dot product of two of them is their cosine
+    similarity.
 
     Args:
         hidden: the features of the tokens, [batch, time, width].

@@ -133,7 +133,8 @@ class _Encoder(Model):
     def _blocks(self, scope, x, causal):
         if self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"{type(self).__name__}: activation must be {' or '.join(map(repr, ACTIVATIONS))}; got "
+                f"{type(self).__name__}: activation must be {' or '.join(map(repr, ACTIVATIONS))}; "
+                f"got "
                 f"{self.activation!r}"
             )
         block = encoder_block(
@@ -163,17 +164,19 @@ class CLIPText(_Encoder):
         hidden: number of features between the two dense layers of a block's MLP.
         vocab_size: number of tokens in the vocabulary.
         context: maximum length of a text in tokens.
-        end: the id of the end token. Padding comes after the end token. The features of a text are those at its first
-            end token. If None, the end token is the token with the highest id in the text, as in OpenAI's vocabulary.
+        end: the id of the end token. Padding comes after the end token. The features of a text are
+            those at its first end token. If None, the end token is the token with the highest id in
+            the text, as in OpenAI's vocabulary.
         dim: number of features after the projection. None: there is no projection.
         activation: "gelu", or "quick_gelu", which is x * sigmoid(1.702 x).
         epsilon: epsilon of the norms.
 
-    Input: integers [batch, time]. Output: an `Encoded`. `hidden` of the `Encoded` contains the features of all tokens,
-    and `pooled` contains the features of each text. The shape of `pooled` is [batch, dim], or [batch, width] without a
-    projection.
+    Input: integers [batch, time]. Output: an `Encoded`. `hidden` of the `Encoded` contains the
+    features of all tokens, and `pooled` contains the features of each text. The shape of `pooled`
+    is [batch, dim], or [batch, width] without a projection.
 
-    Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
+    Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language
+    Supervision.
 
     >>> model = models.CLIPText(4, 1, 2, 8, vocab_size=9, context=5, dim=3)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 5), jnp.int32))
@@ -214,7 +217,8 @@ class CLIPText(_Encoder):
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or not at_most("CLIPText", tokens.shape[1], self.context):
             raise ValueError(
-                f"CLIPText: expected tokens [batch, time] with time <= context={self.context}; got shape "
+                f"CLIPText: expected tokens [batch, time] with time <= context={self.context}; got "
+                f"shape "
                 f"{tokens.shape}"
             )
         order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]  # [1, time]
@@ -238,11 +242,12 @@ class CLIPVision(_Encoder):
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
 
-    Input: [batch, size, size, 3]. Output: an `Encoded`. `hidden` of the `Encoded` contains the features of all tokens,
-    and `pooled` contains the features of each image. The shape of `pooled` is [batch, dim], or [batch, width] without a
-    projection.
+    Input: [batch, size, size, 3]. Output: an `Encoded`. `hidden` of the `Encoded` contains the
+    features of all tokens, and `pooled` contains the features of each image. The shape of `pooled`
+    is [batch, dim], or [batch, width] without a projection.
 
-    Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
+    Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language
+    Supervision.
 
     >>> model = models.CLIPVision(4, 1, 2, 8, patch=4, size=8, dim=3)
     >>> params, _ = model.init(jax.random.key(0), model.example())
@@ -305,8 +310,8 @@ class CLIPVision(_Encoder):
 
 
 def _part(field: str, table: Config, kind: str, architecture: str) -> Fields:
-    """Returns the `Fields` for "text_config" or "vision_config", the fields of CLIP's config.json that contain the
-    configurations of the encoders."""
+    """Returns the `Fields` for "text_config" or "vision_config", the fields of CLIP's config.json
+    that contain the configurations of the encoders."""
     cls = {"text": CLIPText, "vision": CLIPVision}[field]
 
     def read(value, config):
@@ -354,24 +359,28 @@ def _preset(dim, size, width, hidden, heads, depth=12, patch=32, text=(512, 12, 
 
 
 class CLIP(Model):
-    """CLIP: an encoder of images and an encoder of texts, trained so that an image and its description have similar
-    features.
+    """CLIP: an encoder of images and an encoder of texts, trained so that an image and its
+    description have similar features.
 
     Args:
         text: the encoder of texts, with a projection.
-        vision: the encoder of images, with a projection to as many features as the encoder of texts has.
+        vision: the encoder of images, with a projection to as many features as the encoder of texts
+            has.
 
     Inputs:
         images: [images, size, size, 3].
         tokens: integers [texts, time]; each text has an end token.
 
-    Output: logits [images, texts]. Each logit is the cosine similarity between the features of an image and of a text,
-    multiplied by exp(`logit_scale`). `logit_scale` is a parameter. To classify an image without training, pass one text
-    for each class and use a softmax over texts. To find the image that matches a text, use a softmax over images.
+    Output: logits [images, texts]. Each logit is the cosine similarity between the features of an
+    image and of a text, multiplied by exp(`logit_scale`). `logit_scale` is a parameter. To classify
+    an image without training, pass one text for each class and use a softmax over texts. To find
+    the image that matches a text, use a softmax over images.
 
-        images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features, tokens)))
+        images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features,
+        tokens)))
 
-    Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
+    Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language
+    Supervision.
 
     >>> model = models.CLIP.preset("clip-vit-base-patch32")
     >>> nn.count_parameters(model.spec(*model.example()).params)
@@ -446,12 +455,14 @@ class CLIP(Model):
 
     @nn.method
     def image_features(self, scope: nn.Scope, images: jax.Array) -> jax.Array:
-        """Returns the features of images [images, size, size, 3] as an array [images, dim], without normalization."""
+        """Returns the features of images [images, size, size, 3] as an array [images, dim], without
+        normalization."""
         return self.vision(scope["vision"], images).pooled
 
     @nn.method
     def text_features(self, scope: nn.Scope, tokens: jax.Array) -> jax.Array:
-        """Returns the features of texts [texts, time] as an array [texts, dim], without normalization."""
+        """Returns the features of texts [texts, time] as an array [texts, dim], without
+        normalization."""
         return self.text(scope["text"], tokens).pooled
 
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -459,6 +470,7 @@ class CLIP(Model):
 
 
 def _unit(x):
-    """Normalizes vectors to length 1. The computation is in float32, or in the dtype of x if that is wider."""
+    """Normalizes vectors to length 1. The computation is in float32, or in the dtype of x if that
+    is wider."""
     wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
     return (wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)).astype(x.dtype)

@@ -1,4 +1,5 @@
-"""CNN: stages of 3 × 3 convolutions with BatchNorm, each at half the previous resolution, similar to VGG."""
+"""CNN: stages of 3 × 3 convolutions with BatchNorm, each at half the previous resolution, similar
+to VGG."""
 
 from __future__ import annotations
 
@@ -16,24 +17,24 @@ def conv_norm_relu(
 
 
 class CNN(nn.Layer):
-    """A convolutional classifier: stages of 3 × 3 convolutions with BatchNorm and ReLU, and 2 × 2 max-pooling between
-    the stages.
+    """A convolutional classifier: stages of 3 × 3 convolutions with BatchNorm and ReLU, and 2 × 2
+    max-pooling between the stages.
 
     The last stage is followed by the mean over all positions, dropout and a dense layer.
 
     Args:
         classes: number of logits.
         widths: number of channels in each stage.
-        convs: number of convolutions in each stage: an integer for all stages, or a tuple with an integer for each
-            stage.
-        stem: (kernel size, stride) of the first convolution. Stride 2 reduces the cost of all later layers to a
-            quarter.
+        convs: number of convolutions in each stage: an integer for all stages, or a tuple with an
+            integer for each stage.
+        stem: (kernel size, stride) of the first convolution. Stride 2 reduces the cost of all later
+            layers to a quarter.
         dropout: dropout rate before the last layer.
 
     Input: [batch, height, width, channels]. Output: [batch, classes].
 
-    Source: Simonyan and Zisserman (2015), Very Deep Convolutional Networks. BatchNorm: Ioffe and Szegedy (2015).
-    Global mean pooling: Lin, Chen and Yan (2014), Network In Network.
+    Source: Simonyan and Zisserman (2015), Very Deep Convolutional Networks. BatchNorm: Ioffe and
+    Szegedy (2015). Global mean pooling: Lin, Chen and Yan (2014), Network In Network.
 
     >>> model = models.CNN(classes=10, widths=(8, 16))
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 28, 28, 1)))
@@ -49,7 +50,8 @@ class CNN(nn.Layer):
         convs = (self.convs,) * len(self.widths) if isinstance(self.convs, int) else self.convs
         if len(convs) != len(self.widths):
             raise ValueError(
-                f"CNN: expected one number of convs for each of {len(self.widths)} widths; got {convs}"
+                f"CNN: expected one number of convs for each of {len(self.widths)} widths; got "
+                f"{convs}"
             )
         for i, (channels, depth) in enumerate(zip(self.widths, convs)):
             if i:

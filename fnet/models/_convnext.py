@@ -75,15 +75,17 @@ class ConvNeXt(Model):
     Args:
         depths: number of blocks in each of the four stages.
         widths: number of features in each stage.
-        classes: number of logits. If `classes` is None, the model has no last layer, and its output is an `Encoded`.
-        patch: kernel size and stride of the first convolution.
-        epsilon: epsilon of the last LayerNorm. All LayerNorms before the last one have an epsilon of 1e-6.
+        classes: number of logits. If `classes` is None, the model has no last layer, and its output
+        is an `Encoded`. patch: kernel size and stride of the first convolution.
+        epsilon: epsilon of the last LayerNorm. All LayerNorms before the last one have an epsilon
+            of 1e-6.
 
-    Input: [batch, height, width, 3]. Height and width are multiples of 32. For pretrained weights, height and width are
-    224.
-    Output: logits [batch, classes], or an `Encoded` if `classes` is None. The attribute `hidden` of the `Encoded`,
-    [batch, height / 32, width / 32, features], is the output of the last block. The attribute `pooled` of the
-    `Encoded`, [batch, features], is the mean of `hidden` over positions, normalized by the last norm.
+    Input: [batch, height, width, 3]. Height and width are multiples of 32. For pretrained weights,
+    height and width are 224.
+    Output: logits [batch, classes], or an `Encoded` if `classes` is None. The attribute `hidden` of
+    the `Encoded`, [batch, height / 32, width / 32, features], is the output of the last block. The
+    attribute `pooled` of the `Encoded`, [batch, features], is the mean of `hidden` over positions,
+    normalized by the last norm.
 
     Source: Liu et al. (2022), A ConvNet for the 2020s, table 9.
 

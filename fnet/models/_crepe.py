@@ -23,15 +23,16 @@ _FLAT = Layout(
 class Crepe(Model):
     """A convolutional network that estimates the pitch of 64 ms of sound.
 
-    Six convolutions with ReLU, BatchNorm and max-pooling are followed by a dense layer, which computes a probability
-    for each of 360 pitches. The pitches are 20 cents apart and start at C1 (32.7 Hz).
+    Six convolutions with ReLU, BatchNorm and max-pooling are followed by a dense layer, which
+    computes a probability for each of 360 pitches. The pitches are 20 cents apart and start at C1
+    (32.7 Hz).
 
     Args:
-        width: factor by which the channels of every layer are multiplied: 32 for the full model and 4 for the tiny
-            model. The first convolution has 32 * width channels.
+        width: factor by which the channels of every layer are multiplied: 32 for the full model and
+            4 for the tiny model. The first convolution has 32 * width channels.
 
-    Input: [batch, 1024], samples at 16 kHz. Each row must have mean 0 and standard deviation 1. Output: [batch, 360],
-    the probability of each pitch.
+    Input: [batch, 1024], samples at 16 kHz. Each row must have mean 0 and standard deviation 1.
+    Output: [batch, 360], the probability of each pitch.
 
     Source: Kim et al. (2018), CREPE: A Convolutional Representation for Pitch Estimation.
 

@@ -1,4 +1,5 @@
-"""Defines which field of transformers' config.json sets which field of a `Decoder`, for each family of decoders."""
+"""Defines which field of transformers' config.json sets which field of a `Decoder`, for each family
+of decoders."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ GATED = "gelu_pytorch_tanh"
 
 @dataclasses.dataclass(frozen=True)
 class Count(Use):
-    """Sets a field of the model from config.json, like `Use`, but accepts only integers above 0. Null is also accepted
-    if `default` is set."""
+    """Sets a field of the model from config.json, like `Use`, but accepts only integers above 0.
+    Null is also accepted if `default` is set."""
 
     def wanted(self, value, config) -> dict[str, Any]:
         return super().wanted(value if value is None and self.default else whole(value), config)
@@ -64,8 +65,8 @@ class Count(Use):
 
 @dataclasses.dataclass(frozen=True)
 class Number(Use):
-    """Sets a field of the model from config.json, like `Use`, but accepts only numbers above 0. Null is also accepted
-    if `null` is True."""
+    """Sets a field of the model from config.json, like `Use`, but accepts only numbers above 0.
+    Null is also accepted if `null` is True."""
 
     null: bool = False
 
@@ -111,7 +112,8 @@ def biases(absent=False):
 
 
 def read_by_others(check):
-    """Returns a `Fields` entry that checks the value of a field of config.json, but sets no field of the model."""
+    """Returns a `Fields` entry that checks the value of a field of config.json, but sets no field
+    of the model."""
     return Fields(lambda value, config: (check(value), {})[1])
 
 
@@ -142,18 +144,21 @@ def head_dim(absent=None):
 def family(
     fields, architecture, *, irrelevant="", names=("huggingface",), sets="", **constants
 ) -> Config:
-    """Returns the `Config` for a family of decoders, which states what each field of config.json means.
+    """Returns the `Config` for a family of decoders, which states what each field of config.json
+    means.
 
-    The `model_type` in config.json determines each field of `Decoder` that no other field of config.json sets.
+    The `model_type` in config.json determines each field of `Decoder` that no other field of
+    config.json sets.
 
     Args:
         fields: {field of config.json: `Use`, `Must` or `Fields`}.
         architecture: the name of the class in transformers.
-        irrelevant, names: the same as the arguments `irrelevant` and `names` of the function `transformers` in
-            _config.py.
-        sets: the names, separated by spaces, of the `Decoder` fields whose values are computed from config.json by a
-            `Fields` object.
-        constants: values of `Decoder` fields that all models of a family share, if these values differ from Llama's.
+        irrelevant, names: the same as the arguments `irrelevant` and `names` of the function
+            `transformers` in _config.py.
+        sets: the names, separated by spaces, of the `Decoder` fields whose values are computed from
+            config.json by a `Fields` object.
+        constants: values of `Decoder` fields that all models of a family share, if these values
+            differ from Llama's.
     """
     taken = {entry.field for entry in fields.values() if isinstance(entry, Use)} | set(sets.split())
     values = {name: value for name, value in (PLAIN | constants).items() if name not in taken}
@@ -276,7 +281,8 @@ GEMMA = sizes(256000, 3072, 28, 16, 24576, 8192, tied=True) | {
     "num_key_value_heads": kv_heads(16),
     "head_dim": head_dim(256),
     "attention_bias": biases(),
-    # The first published files contain "gelu" but mean the tanh approximation, and transformers reads them so.
+    # The first published files contain "gelu" but mean the tanh approximation, and transformers
+    # reads them so.
     "hidden_act": Fields(
         lambda value, config: activation(GATED).read(GATED if value == "gelu" else value, config),
         GATED,
@@ -302,8 +308,8 @@ GEMMA2 = sizes(256000, 2304, 26, 8, 9216, 8192, tied=True) | {
 
 
 def _gemma3_rope(config):
-    """Returns `rope_parameters`. Like transformers, derives `rope_parameters` from the fields of older versions of
-    config.json if necessary."""
+    """Returns `rope_parameters`. Like transformers, derives `rope_parameters` from the fields of
+    older versions of config.json if necessary."""
     held = config.get("rope_parameters") or {}
     full = {
         "rope_theta": config.get("rope_theta", 1e6),

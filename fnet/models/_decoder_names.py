@@ -25,8 +25,9 @@ LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_
 
 
 def block(ours, keys):
-    """Returns the rules that map the keys of a file to the arrays of a Llama block. `keys` contains the keys of the
-    kernels in the order of `KERNELS`, then the keys of the two norms. In the file, kernels have the layout [out,
+    """Returns the rules that map the keys of a file to the arrays of a Llama block. `keys` contains
+    the keys of the kernels in the order of `KERNELS`, then the keys of the two norms. In the file,
+    kernels have the layout [out,
     in]."""
     paths = (
         *(f"{ours}/{name}/kernel" for name in KERNELS),
@@ -40,7 +41,8 @@ def block(ours, keys):
 
 
 def both(rules):
-    """Returns two sets of naming rules: for stacked parameters of all blocks, and for separate parameters per block."""
+    """Returns two sets of naming rules: for stacked parameters of all blocks, and for separate
+    parameters per block."""
     return rules("blocks"), rules("blocks/{i}")
 
 
@@ -58,7 +60,8 @@ def header(model):
 
 
 def ends(block_rules):
-    """Returns the naming rules for all arrays of a decoder: the embedding, the blocks, the last norm and the head."""
+    """Returns the naming rules for all arrays of a decoder: the embedding, the blocks, the last
+    norm and the head."""
     rates = "model.layers.{i}.self_attn.rotary_emb.inv_freq"
     return (
         torch.embed("embed", "model.embed_tokens"),
@@ -71,9 +74,9 @@ def ends(block_rules):
 
 
 def norms(model, ours, theirs):
-    """Returns the rules that map the keys of a file to the norms of a block. The key post_attention_layernorm belongs
-    to the norm after the attention if the model has `post_norm`. If the model has no `post_norm`,
-    post_attention_layernorm belongs to the norm before the MLP."""
+    """Returns the rules that map the keys of a file to the norms of a block. The key
+    post_attention_layernorm belongs to the norm after the attention if the model has `post_norm`.
+    If the model has no `post_norm`, post_attention_layernorm belongs to the norm before the MLP."""
     second = "pre_feedforward_layernorm" if model.post_norm else "post_attention_layernorm"
     return torch_layers(
         ours,
@@ -91,7 +94,8 @@ def norms(model, ours, theirs):
 def experts(
     ours, theirs, router="mlp.gate", name="mlp.experts.{e}.{}_proj", parts=("gate", "up", "down")
 ):
-    """Returns the naming rules for the router of an MLP with experts, and for the kernels of each expert."""
+    """Returns the naming rules for the router of an MLP with experts, and for the kernels of each
+    expert."""
     kernels = zip(("gate", "up", "down"), parts)
     return (
         torch.dense(f"{ours}/router", f"{theirs}.{router}"),
@@ -140,8 +144,8 @@ def huggingface(model):
 
 
 def phi3(model):
-    """Returns the naming rules for files in which one matrix contains the kernels of query, key and value, and another
-    matrix contains those of gate and up."""
+    """Returns the naming rules for files in which one matrix contains the kernels of query, key and
+    value, and another matrix contains those of gate and up."""
 
     def rules(ours, theirs="model.layers.{i}"):
         kernels = tuple(f"{each}/kernel" for each in qkv(ours))
@@ -161,8 +165,8 @@ def phi3(model):
 
 
 def gpt_neox(model):
-    """Returns the naming rules for files in which one matrix contains the kernels of query, key and value, interleaved
-    by head."""
+    """Returns the naming rules for files in which one matrix contains the kernels of query, key and
+    value, interleaved by head."""
     layout = interleaved(model.heads)
 
     def rules(ours, theirs="gpt_neox.layers.{i}"):

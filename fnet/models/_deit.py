@@ -37,18 +37,20 @@ BICUBIC = ImageInput(resize=256, resample="bicubic")
 class DeiT(ViT):
     """A vision transformer with a class token and a distillation token.
 
-    The model computes logits from the class token and logits from the distillation token, each with a linear layer of
-    its own, and returns the mean of both. The logits of the distillation token were trained to predict the labels that
-    a convolutional network, the teacher, computes.
+    The model computes logits from the class token and logits from the distillation token, each with
+    a linear layer of its own, and returns the mean of both. The logits of the distillation token
+    were trained to predict the labels that a convolutional network, the teacher, computes.
 
     Args:
         width, depth, heads, classes, patch, size, hidden, pooler, dropout, epsilon: as in `ViT`.
-        teacher: whether the model also computes logits from the distillation token. If False, the output of the model
-            is computed from the class token alone.
+        teacher: whether the model also computes logits from the distillation token. If False, the
+            output of the model is computed from the class token alone.
 
-    Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` if `classes` is None.
+    Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` if `classes` is
+    None.
 
-    Source: Touvron et al. (2021), Training data-efficient image transformers and distillation through attention.
+    Source: Touvron et al. (2021), Training data-efficient image transformers and distillation
+    through attention.
 
     >>> model = models.DeiT.preset("deit_ti_16_distilled")
     >>> nn.count_parameters(model.spec(model.example()).params)

@@ -44,8 +44,8 @@ def dino_block(scope, x, *, heads, hidden, gated, dropout, epsilon):  # [batch, 
 
 
 def bicubic(old: int, new: int) -> np.ndarray:
-    """Returns the matrix [new, old] of PyTorch's bicubic interpolation: Keys' kernel with a = -0.75, without
-    antialiasing."""
+    """Returns the matrix [new, old] of PyTorch's bicubic interpolation: Keys' kernel with a =
+    -0.75, without antialiasing."""
 
     def kernel(x):
         x = np.abs(x)
@@ -61,8 +61,8 @@ def bicubic(old: int, new: int) -> np.ndarray:
 
 
 def _size(config):
-    """Returns the fields `hidden` and `gated` of the model. `hidden` is `mlp_ratio` times the width, or two thirds of
-    this product if the hidden layer is gated."""
+    """Returns the fields `hidden` and `gated` of the model. `hidden` is `mlp_ratio` times the
+    width, or two thirds of this product if the hidden layer is gated."""
     width, ratio, gated = (
         config.get(name, default)
         for name, default in (("hidden_size", 768), ("mlp_ratio", 4), ("use_swiglu_ffn", False))
@@ -78,7 +78,8 @@ def _size(config):
 
 
 def _ratio(model):
-    """Returns the value of `mlp_ratio` for config.json: the ratio for which `_size` returns the model's `hidden`."""
+    """Returns the value of `mlp_ratio` for config.json: the ratio for which `_size` returns the
+    model's `hidden`."""
     ratio = model.hidden / model.width * (1.5 if model.gated else 1)
     for each in (round(ratio), ratio):
         if (
@@ -94,23 +95,23 @@ def _ratio(model):
 class DINOv2(ViT):
     """A vision transformer trained without labels.
 
-    The features of DINOv2 are used for classification, retrieval and dense prediction. Unlike `ViT`, `DINOv2`
-    multiplies the output of each residual branch by a learned scale for each feature (layer scale). In the largest
-    preset, the MLPs have a gate (SwiGLU). The input of the classification layer is the class token concatenated with
-    the mean of the other tokens.
+    The features of DINOv2 are used for classification, retrieval and dense prediction. Unlike
+    `ViT`, `DINOv2` multiplies the output of each residual branch by a learned scale for each
+    feature (layer scale). In the largest preset, the MLPs have a gate (SwiGLU). The input of the
+    classification layer is the class token concatenated with the mean of the other tokens.
 
     Args:
         width, depth, heads, patch, size, dropout, epsilon: as in `ViT`.
-        classes: number of logits. If `classes` is None, the model has no classification layer, and its output is an
-            `Encoded`.
+        classes: number of logits. If `classes` is None, the model has no classification layer, and
+            its output is an `Encoded`.
         hidden: number of features between the two dense layers of a block's MLP.
         gated: whether the MLPs have a gate with SiLU.
-        interpolate: whether the model accepts images of other sizes than `size`. For images of other sizes, the
-            position embeddings are interpolated as in PyTorch.
+        interpolate: whether the model accepts images of other sizes than `size`. For images of
+            other sizes, the position embeddings are interpolated as in PyTorch.
 
-    Input: [batch, size, size, 3]. With `interpolate`, height and width may be any multiples of `patch`. Output: logits
-    [batch, classes]. If `classes` is None, the output is an `Encoded`, with all tokens as `hidden` and the class token
-    as `pooled`.
+    Input: [batch, size, size, 3]. With `interpolate`, height and width may be any multiples of
+    `patch`. Output: logits [batch, classes]. If `classes` is None, the output is an `Encoded`, with
+    all tokens as `hidden` and the class token as `pooled`.
 
     Source: Oquab et al. (2023), DINOv2: Learning Robust Visual Features without Supervision.
 
@@ -188,7 +189,8 @@ class DINOv2(ViT):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Returns the class token concatenated with the mean of the other tokens, an array [batch, 2 * width]."""
+        """Returns the class token concatenated with the mean of the other tokens, an array [batch,
+        2 * width]."""
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x))
         return jnp.concatenate([x[:, 0], x[:, 1:].mean(1)], -1)
 

@@ -34,17 +34,19 @@ def _rules(ours, theirs="transformer.layer.{i}"):
 
 
 class DistilBert(Bert):
-    """DistilBERT: a text encoder distilled from BERT. DistilBERT is the encoder of `Bert` with half as many blocks,
-    without segments and without a pooler.
+    """DistilBERT: a text encoder distilled from BERT. DistilBERT is the encoder of `Bert` with half
+    as many blocks, without segments and without a pooler.
 
     Args:
-        vocab_size, width, depth, heads, hidden, context, classes, dropout, epsilon, stacked: as in `Bert`.
-        head: as in `Bert`, but "next_sentence" and "pretraining" are not supported. The head "sequence" has an
-            additional dense layer with ReLU.
+        vocab_size, width, depth, heads, hidden, context, classes, dropout, epsilon, stacked: as in
+            `Bert`.
+        head: as in `Bert`, but "next_sentence" and "pretraining" are not supported. The head
+            "sequence" has an additional dense layer with ReLU.
 
     Inputs: as in `Bert`, but without `segment`. Output: as in `Bert`.
 
-    Source: Sanh et al. (2019), DistilBERT, a distilled version of BERT: smaller, faster, cheaper and lighter.
+    Source: Sanh et al. (2019), DistilBERT, a distilled version of BERT: smaller, faster, cheaper
+    and lighter.
 
     >>> model = models.DistilBert.preset("distilbert-base-uncased")
     >>> nn.count_parameters(model.spec(model.example()).params)

@@ -77,7 +77,8 @@ def _stage(index):
 
 
 def _names_of_blocks(key, expand, depthwise, squeeze, project):
-    """Returns the naming rules for files of weights in which the blocks of all stages are numbered consecutively."""
+    """Returns the naming rules for files of weights in which the blocks of all stages are numbered
+    consecutively."""
     return (
         _torch("block{b}/expand", *(f"{key}.{each}" for each in expand)),
         _torch("block{b}/depthwise", *(f"{key}.{each}" for each in depthwise)),
@@ -88,8 +89,10 @@ def _names_of_blocks(key, expand, depthwise, squeeze, project):
 
 
 def _timm():
-    """Returns the naming rules for timm's keys (names of arrays). In timm's keys, the numbers of the blocks start
-    at 0 in each stage. The naming rules are for models whose argument `depth` is 1 (B0 and Lite0)."""
+    """Returns the naming rules for timm's keys (names of arrays). In timm's keys, the numbers of
+    the blocks start
+    at 0 in each stage. The naming rules are for models whose argument `depth` is 1 (B0 and
+    Lite0)."""
     number = 0
     for s, (_, _, blocks, _, _) in enumerate(STAGES):
         inner = ("conv_dw", "bn1"), ("conv_pw", "bn2")
@@ -111,30 +114,34 @@ def _timm():
 class EfficientNet(Model):
     """A convolutional network of inverted residual blocks with squeeze and excitation.
 
-    The presets efficientnet_b0 to efficientnet_b4 differ in the width and depth of the network and in the size of the
-    images.
+    The presets efficientnet_b0 to efficientnet_b4 differ in the width and depth of the network and
+    in the size of the images.
 
     Args:
-        width: factor by which the number of channels of each layer is multiplied. The number of channels is rounded to
-            a multiple of 8.
-        depth: factor by which the number of blocks of each stage is multiplied. The result is rounded up.
+        width: factor by which the number of channels of each layer is multiplied. The number of
+            channels is rounded to a multiple of 8.
+        depth: factor by which the number of blocks of each stage is multiplied. The result is
+            rounded up.
         classes: number of logits.
-        size: height and width of the images with which pretrained weights were trained. The model also accepts images
-            of other sizes.
-        lite: whether the network is EfficientNet-Lite, which has ReLU6 instead of SiLU, and no squeeze and excitation.
-            In EfficientNet-Lite, `width` does not affect the first and the last convolution, and `depth` does not
-            affect the first and the last stage.
-        padding: how the input of a convolution with stride 2 is padded with zeros. With "symmetric", the padding has
-            the same number of zeros at the start and at the end of an axis, as in most of timm's models. With "after",
-            the padding has one more zero at the end of an axis than at the start, as in transformers. With "same", axes
-            of even length are padded as with "after", and axes of odd length as with "symmetric", as in TensorFlow.
+        size: height and width of the images with which pretrained weights were trained. The model
+            also accepts images of other sizes.
+        lite: whether the network is EfficientNet-Lite, which has ReLU6 instead of SiLU, and no
+            squeeze and excitation. In EfficientNet-Lite, `width` does not affect the first and the
+            last convolution, and `depth` does not affect the first and the last stage.
+        padding: how the input of a convolution with stride 2 is padded with zeros. With
+            "symmetric", the padding has the same number of zeros at the start and at the end of an
+            axis, as in most of timm's models. With "after", the padding has one more zero at the
+            end of an axis than at the start, as in transformers. With "same", axes of even length
+            are padded as with "after", and axes of odd length as with "symmetric", as in
+            TensorFlow.
         centered: indices of the blocks whose padding is symmetric although `padding` is "after".
         dropout: dropout rate before the last layer.
         epsilon: epsilon of BatchNorm.
 
     Input: [batch, height, width, 3]. Output: [batch, classes].
 
-    Source: Tan and Le (2019), EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks, table 1.
+    Source: Tan and Le (2019), EfficientNet: Rethinking Model Scaling for Convolutional Neural
+    Networks, table 1.
 
     >>> model = models.EfficientNet.preset("efficientnet_b0")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -249,11 +256,12 @@ class EfficientNet(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Returns the features of each image, an array [batch, channels]. The model applies dropout and then the last
-        layer to these features."""
+        """Returns the features of each image, an array [batch, channels]. The model applies dropout
+        and then the last layer to these features."""
         if self.padding not in ("same", "symmetric", "after"):
             raise ValueError(
-                f"EfficientNet: padding must be 'same', 'symmetric' or 'after'; got {self.padding!r}"
+                f"EfficientNet: padding must be 'same', 'symmetric' or 'after'; got "
+                f"{self.padding!r}"
             )
         first, last = (
             (32, 1280)
@@ -293,11 +301,13 @@ class EfficientNet(Model):
             squeezed = self._act(nn.Conv(max(1, x.shape[-1] // 4), 1)(scope["reduce"], squeezed))
             y = y * jax.nn.sigmoid(nn.Conv(inner, 1)(scope["restore"], squeezed))
         y = self._conv(scope["project"], y, channels)
-        # The first block of a stage has no residual connection in transformers, even if the shapes are equal.
+        # The first block of a stage has no residual connection in transformers, even if the shapes
+        # are equal.
         return x + y if x.shape == y.shape and not (first and self.padding == "after") else y
 
     def _conv(self, scope, x, channels, kernel_size=1, stride=1, centered=False):
-        """Applies a convolution and then BatchNorm. If `channels` is None, the convolution is depthwise."""
+        """Applies a convolution and then BatchNorm. If `channels` is None, the convolution is
+        depthwise."""
         half = kernel_size // 2
         after = stride == 2 and self.padding == "after" and not centered
         padding = "SAME" if self.padding == "same" else ((half - after, half),) * 2

@@ -42,8 +42,8 @@ def gpt_block(
     kernel_init,
     residual_init,
 ):
-    """Applies attention and an MLP, each with a residual connection. The attention scores of the block are multiplied
-    by `scales[kind]`."""
+    """Applies attention and an MLP, each with a residual connection. The attention scores of the
+    block are multiplied by `scales[kind]`."""
     norm, drop, width = (
         nn.LayerNorm(epsilon=epsilon),
         nn.Dropout(dropout),
@@ -69,8 +69,8 @@ def gpt_block(
 
 
 def _rules(ours, theirs="h.{i}"):
-    """Rules for a block. Files of GPT-2 have kernels [in, out]. In GPT-2's files, one array contains query, key and
-    value."""
+    """Rules for a block. Files of GPT-2 have kernels [in, out]. In GPT-2's files, one array
+    contains query, key and value."""
     # The causal mask, which old files contain.
     masks = (
         Spare(f"{theirs}.attn.{name}", f"{ours}/norm1/scale") for name in ("bias", "masked_bias")
@@ -91,11 +91,12 @@ def _rules(ours, theirs="h.{i}"):
 class GPT(LanguageModel):
     """A decoder of text: GPT-2 of any size.
 
-    The model has learned position embeddings. Each block has causal attention and an MLP. The attention and the MLP
-    each have a LayerNorm before them and a residual connection around them. The default options are those of the
-    published GPT-2, such as the tanh approximation of GELU, and logits that are computed with the embedding table
-    (tied logits). Kernels and embedding tables are initialized with standard deviation 0.02. For the last kernel of
-    each residual branch, the standard deviation is 0.02 / sqrt(2 * depth).
+    The model has learned position embeddings. Each block has causal attention and an MLP. The
+    attention and the MLP each have a LayerNorm before them and a residual connection around them.
+    The default options are those of the published GPT-2, such as the tanh approximation of GELU,
+    and logits that are computed with the embedding table (tied logits). Kernels and embedding
+    tables are initialized with standard deviation 0.02. For the last kernel of each residual
+    branch, the standard deviation is 0.02 / sqrt(2 * depth).
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -106,22 +107,23 @@ class GPT(LanguageModel):
         hidden: number of features within the MLP. Default: four times the width.
         dropout: dropout rate of embeddings, attention weights and residual branches.
         epsilon: epsilon of the norms.
-        stacked: whether the parameters of all blocks are stacked and a scan applies the blocks (`nn.Stack`). See also
-            `models.unstack`.
+        stacked: whether the parameters of all blocks are stacked and a scan applies the blocks
+            (`nn.Stack`). See also `models.unstack`.
         tied: whether the logits are computed with the embedding table.
         activation: activation of the MLP: "gelu_tanh", "gelu", "silu" or "relu".
         scale_scores: whether the attention scores are divided by sqrt(width / heads).
-        scale_by_depth: whether the attention scores of block i = 1, 2, ... are also divided by i, which keeps the
-            scores small in low precision (as in Mistral of Stanford CRFM). If `scale_by_depth` is True, XLA compiles
-            each block separately, even if `stacked` is True.
+        scale_by_depth: whether the attention scores of block i = 1, 2, ... are also divided by i,
+            which keeps the scores small in low precision (as in Mistral of Stanford CRFM). If
+            `scale_by_depth` is True, XLA compiles each block separately, even if `stacked` is True.
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example. Later tokens are padding. Default: all
-            tokens are valid.
+        lengths: integers [batch], the number of valid tokens in each example. Later tokens are
+            padding. Default: all tokens are valid.
 
-    Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the tokens continue the
-    text in the cache, and the result is (logits, cache). `models.generate` passes a cache to the model in each step.
+    Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the
+    tokens continue the text in the cache, and the result is (logits, cache). `models.generate`
+    passes a cache to the model in each step.
 
     Source: Radford et al. (2019), Language Models are Unsupervised Multitask Learners.
 
@@ -175,7 +177,8 @@ class GPT(LanguageModel):
             },
             architectures=("GPT2LMHeadModel", "GPT2Model"),
             irrelevant="resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj "
-            "summary_activation summary_proj_to_labels summary_first_dropout predict_special_tokens "
+            "summary_activation summary_proj_to_labels summary_first_dropout "
+            "predict_special_tokens "
             "output_past",
         ),
     }
@@ -199,7 +202,8 @@ class GPT(LanguageModel):
     def __post_init__(self):
         if self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"GPT: activation must be {' or '.join(map(repr, ACTIVATIONS))}; got {self.activation!r}"
+                f"GPT: activation must be {' or '.join(map(repr, ACTIVATIONS))}; got "
+                f"{self.activation!r}"
             )
 
     def _body(self, scope, tokens, lengths):  # [batch, time]
@@ -231,11 +235,12 @@ class GPT(LanguageModel):
         return head, scope["head"], x
 
     def _positions(self, scope, tokens, lengths):
-        """Returns the position embeddings. With a cache, the positions continue those of the cached text, and padding
-        has position 0."""
+        """Returns the position embeddings. With a cache, the positions continue those of the cached
+        text, and padding has position 0."""
         if tokens.ndim != 2 or not at_most("GPT", tokens.shape[1], self.context):
             raise ValueError(
-                f"GPT: expected tokens [batch, time] with time <= context={self.context}; got shape "
+                f"GPT: expected tokens [batch, time] with time <= context={self.context}; got "
+                f"shape "
                 f"{tokens.shape}"
             )
         table, at = nn.Embed(self.context, self.width), scope["positions"]

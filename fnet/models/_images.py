@@ -1,4 +1,5 @@
-"""Image preprocessing for pretrained weights: size, crop, order of channels, mean and standard deviation."""
+"""Image preprocessing for pretrained weights: size, crop, order of channels, mean and standard
+deviation."""
 
 from __future__ import annotations
 
@@ -16,17 +17,19 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's constants
 
 @dataclasses.dataclass(frozen=True)
 class ImageInput:
-    """The image preprocessing that the publisher of pretrained weights used to evaluate the weights.
+    """The image preprocessing that the publisher of pretrained weights used to evaluate the
+    weights.
 
     Args:
         size: height and width of the network's input in pixels.
-        resize: length in pixels to which the shorter side of a photo is scaled before the center is cropped. None: the
-            photo is scaled to the size of the input without preserving its aspect ratio.
+        resize: length in pixels to which the shorter side of a photo is scaled before the center is
+            cropped. None: the photo is scaled to the size of the input without preserving its
+            aspect ratio.
         resample: the interpolation method for scaling, "bilinear" or "bicubic".
-        mean, std: mean and standard deviation of each channel of the scaled pixel values. The channels are in the order
-            `order`.
-        scale: factor by which pixel values are multiplied: 1 / 255 for inputs in 0..1, or 1 for inputs in 0..255.
-        order: order of the channels in the network's input, "rgb" or "bgr".
+        mean, std: mean and standard deviation of each channel of the scaled pixel values. The
+            channels are in the order `order`.
+        scale: factor by which pixel values are multiplied: 1 / 255 for inputs in 0..1, or 1 for
+        inputs in 0..255. order: order of the channels in the network's input, "rgb" or "bgr".
 
     >>> import numpy as np
     >>> from fnet import models
@@ -45,15 +48,17 @@ class ImageInput:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> ImageInput:
-        """Reads the preprocessing from a folder of weights, from preprocessor_config.json (of transformers) or from a
-        config.json of timm.
+        """Reads the preprocessing from a folder of weights, from preprocessor_config.json (of
+        transformers) or from a config.json of timm.
 
             prepare = models.ImageInput.read("path/to/folder")
             x = prepare.normalize(prepare.crop(photo))[None]                        # [1, height, width, 3]
 
         Raises:
-            FileNotFoundError: the folder has neither a preprocessor_config.json nor a config.json of timm.
-            ValueError: a field has a value that `ImageInput` does not support. The error message names the field.
+            FileNotFoundError: the folder has neither a preprocessor_config.json nor a config.json
+                of timm.
+            ValueError: a field has a value that `ImageInput` does not support. The error message
+                names the field.
         """
         from fnet.models.weights._json import read
 
@@ -70,8 +75,8 @@ class ImageInput:
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
-        """Returns the preprocessing for the input size `size`. The field `resize` is scaled in proportion to `size`, so
-        that the center crop covers the same fraction of a photo."""
+        """Returns the preprocessing for the input size `size`. The field `resize` is scaled in
+        proportion to `size`, so that the center crop covers the same fraction of a photo."""
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 
@@ -101,11 +106,13 @@ class ImageInput:
     def rgb(photo: Any) -> Any:
         """Converts a `PIL.Image` to RGB with 8 bits for each channel.
 
-        Palettes, CMYK and gray levels of 8 bits are converted by Pillow, and an alpha channel is dropped. Gray levels
-        of 16 bits are scaled from 0..65535 to 0..255; Pillow would clip them at 255, so that the image becomes white.
+        Palettes, CMYK and gray levels of 8 bits are converted by Pillow, and an alpha channel is
+        dropped. Gray levels of 16 bits are scaled from 0..65535 to 0..255; Pillow would clip them
+        at 255, so that the image becomes white.
 
         Raises:
-            ValueError: the image has 32-bit integers or floating-point numbers, whose range is unknown.
+            ValueError: the image has 32-bit integers or floating-point numbers, whose range is
+                unknown.
         """
         from PIL import Image
 
@@ -116,7 +123,8 @@ class ImageInput:
             photo = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
         elif photo.mode in ("I", "F") or photo.mode.startswith(("I;", "F;")):
             raise ValueError(
-                f"an image of mode {photo.mode!r} has 32-bit values of unknown range: scale them to "
+                f"an image of mode {photo.mode!r} has 32-bit values of unknown range: scale them "
+                f"to "
                 "0..255, and pass Image.fromarray(values.astype(numpy.uint8))"
             )
         return photo.convert("RGB")
@@ -124,7 +132,8 @@ class ImageInput:
     def normalize(self, pixels: np.ndarray) -> np.ndarray:
         """Converts uint8 pixels [..., 3] to the network's input, a float32 array.
 
-        `pixels` is a NumPy or JAX array. The channels of `pixels` are in the order red, green, blue.
+        `pixels` is a NumPy or JAX array. The channels of `pixels` are in the order red, green,
+        blue.
         """
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)
@@ -154,7 +163,8 @@ def _fields_of(path: Path, config: Mapping, fields: Callable) -> dict[str, Any]:
         ) from None
 
 
-# Fields that do not change the pixels of one image: names of classes, layouts of results, labels, provenance.
+# Fields that do not change the pixels of one image: names of classes, layouts of results, labels,
+# provenance.
 _IRRELEVANT = {
     "transformers": frozenset(
         """
@@ -238,7 +248,8 @@ def _timm(config):
 
 
 def _square(value, name):
-    """Returns the side of a square image in pixels. `value` is a number, or an object with equal height and width."""
+    """Returns the side of a square image in pixels. `value` is a number, or an object with equal
+    height and width."""
     if (
         isinstance(value, dict)
         and value.keys() == {"height", "width"}
@@ -291,7 +302,8 @@ def _transformers(config):
     if shortest is None and not crop:
         if not isinstance(size, dict) and config.get("default_to_square") is False:
             raise ValueError(
-                "'default_to_square' is False, so 'size' is the shortest edge, expected do_center_crop "
+                "'default_to_square' is False, so 'size' is the shortest edge, expected "
+                "do_center_crop "
                 "true"
             )
         return fields | dict(size=_square(size, "size"), resize=None)

@@ -48,7 +48,8 @@ def inverted_residual(scope, x, *, channels, expansion, stride):  # [batch, heig
 
 
 def _divisible(channels, by=8):
-    """Rounds `channels` to the nearest multiple of `by`, or up if rounding down would remove more than 10 %."""
+    """Rounds `channels` to the nearest multiple of `by`, or up if rounding down would remove more
+    than 10 %."""
     near = max(by, int(channels + by / 2) // by * by)
     return near if near >= 0.9 * channels else near + by
 
@@ -83,15 +84,18 @@ def _architecture(name):
 
 
 class MobileNetV2(Model):
-    """A network for mobile devices: inverted residual blocks with depthwise convolutions, and ReLU6.
+    """A network for mobile devices: inverted residual blocks with depthwise convolutions, and
+    ReLU6.
 
     Args:
         classes: number of logits.
-        width: factor by which the number of channels of each layer is multiplied. The resulting number of channels is
-            rounded to a multiple of 8. The last layer always has at least 1,280 inputs.
+        width: factor by which the number of channels of each layer is multiplied. The resulting
+            number of channels is rounded to a multiple of 8. The last layer always has at least
+            1,280 inputs.
         dropout: dropout rate before the last layer.
 
-    Input: [batch, height, width, 3]; for pretrained weights, height and width are 224. Output: [batch, classes].
+    Input: [batch, height, width, 3]; for pretrained weights, height and width are 224. Output:
+    [batch, classes].
 
     Source: Sandler et al. (2018), MobileNetV2: Inverted Residuals and Linear Bottlenecks, table 2.
 
@@ -143,8 +147,8 @@ class MobileNetV2(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Returns the input of the last layer, before dropout: an array [batch, channels] with at least 1,280
-        channels."""
+        """Returns the input of the last layer, before dropout: an array [batch, channels] with at
+        least 1,280 channels."""
         stem = conv_norm(channels=_divisible(32 * self.width), kernel_size=3, stride=2)
         x = jax.nn.relu6(stem(scope["stem"], x))  # [batch, height / 2, width / 2, 32]
         for s, (expansion, channels, blocks, stride) in enumerate(STAGES):

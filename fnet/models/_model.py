@@ -1,4 +1,5 @@
-"""Model: a layer with published configurations (presets) and with the names of its arrays in other frameworks."""
+"""Model: a layer with published configurations (presets) and with the names of its arrays in other
+frameworks."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ class Model(nn.Layer):
     Subclasses of `Model` may define the following class attributes:
 
         PRESETS: {name: fields}, the published configurations.
-        NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
-        CONFIGS: {model_type of config.json: Config}. A `Config` states the meaning of each field of config.json.
-            `pretrained.load` uses the `Config` to compare the model with config.json. The key for the config.json of
-            timm is "timm".
-        HUB: {preset: sources of its weights}. A source is a repository of the Hugging Face hub, or "torchvision:NAME"
-            for a pickle file of weights that only torchvision distributes.
+        NAMES: {framework: Names}, the names of the arrays in other frameworks, for
+        `pretrained.load` and `save`. CONFIGS: {model_type of config.json: Config}. A `Config`
+        states the meaning of each field of config.json.
+            `pretrained.load` uses the `Config` to compare the model with config.json. The key for
+            the config.json of timm is "timm".
+        HUB: {preset: sources of its weights}. A source is a repository of the Hugging Face hub, or
+            "torchvision:NAME" for a pickle file of weights that only torchvision distributes.
 
     >>> model = models.ResNet.preset("resnet18", classes=10)
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -67,25 +69,28 @@ class Model(nn.Layer):
     def of_keys(self, keys: Collection[str]) -> Model:
         """Returns the model for a file of weights that contains the given keys (names of arrays).
 
-        `pretrained.load(folder)` creates a model from config.json, and then calls `model.of_keys`. By default,
-        `of_keys` returns the model unchanged. A subclass overrides `of_keys` if config.json does not determine all
-        fields of the model. For example, if a ViT has no classifier, `ViT.of_keys` sets the field `pooler` according to
-        whether the file contains the weights of a pooler.
+        `pretrained.load(folder)` creates a model from config.json, and then calls `model.of_keys`.
+        By default, `of_keys` returns the model unchanged. A subclass overrides `of_keys` if
+        config.json does not determine all fields of the model. For example, if a ViT has no
+        classifier, `ViT.of_keys` sets the field `pooler` according to whether the file contains the
+        weights of a pooler.
         """
         return self
 
     def example(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shape and dtype of an input of the size for which the model was published, with a batch of 1.
+        """Returns the shape and dtype of an input of the size for which the model was published,
+        with a batch of 1.
 
-        Pass the result of `example` to `spec`: `model.spec(model.example())`. For a model with several inputs,
-        `example` returns a tuple: `model.spec(*model.example())`.
+        Pass the result of `example` to `spec`: `model.spec(model.example())`. For a model with
+        several inputs, `example` returns a tuple: `model.spec(*model.example())`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no example(self)")
 
 
 class LanguageModel(Model):
-    """A language model. Subclasses define `_body(scope, tokens, lengths)`, which returns the head, the head's scope,
-    and the head's input [batch, time, width]. The head is an `nn.Dense`, or an `nn.Embed` for tied logits."""
+    """A language model. Subclasses define `_body(scope, tokens, lengths)`, which returns the head,
+    the head's scope, and the head's input [batch, time, width]. The head is an `nn.Dense`, or an
+    `nn.Embed` for tied logits."""
 
     def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None) -> Any:
         head, at, x = self._body(scope, tokens, lengths)
@@ -95,11 +100,11 @@ class LanguageModel(Model):
 
     @nn.method
     def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
-        """Returns the cross-entropy of each label in nats, an array [batch, time]. `labels` [batch, time] contains the
-        next token at each position.
+        """Returns the cross-entropy of each label in nats, an array [batch, time]. `labels` [batch,
+        time] contains the next token at each position.
 
-        If the batch has more than 2^29 logits, the logits are computed in chunks, so that they are not all in memory at
-        once (see `nn.linear_cross_entropy`).
+        If the batch has more than 2^29 logits, the logits are computed in chunks, so that they are
+        not all in memory at once (see `nn.linear_cross_entropy`).
         """
         head, at, x = self._body(scope, tokens, lengths)
         return head.cross_entropy(at, x, labels, getattr(self, "logit_softcap", None))

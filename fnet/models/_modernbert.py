@@ -50,8 +50,8 @@ def modernbert_block(
     dropout,
     first=False,
 ):
-    """Applies attention and an MLP, each with a residual connection. The attention layer of the block is
-    `attentions[kind]`."""
+    """Applies attention and an MLP, each with a residual connection. The attention layer of the
+    block is `attentions[kind]`."""
     drop, width = nn.Dropout(dropout), x.shape[-1]  # [batch, time, width]
     y = x if first else norm(scope["norm1"], x)  # the embeddings have their own norm
     x = x + drop(scope["drop1"], attentions[kind](scope["attention"], y, lengths=lengths))
@@ -76,7 +76,8 @@ def _rules(ours, theirs):
     )
 
 
-# config.json: layers with and without windows. Each of the two kinds has its own base of the rotary positions.
+# config.json: layers with and without windows. Each of the two kinds has its own base of the rotary
+# positions.
 def _types(config):
     every = whole(config.get("global_attn_every_n_layers", 3))
     return [
@@ -101,15 +102,15 @@ def _window_written(model):
 
 
 def _padding_written(model):
-    """Returns the `pad_token_id` for config.json. The default of `pad_token_id` in transformers is 50283. If the
-    vocabulary of the model does not contain the token 50283, `pad_token_id` is set to null, because transformers would
-    otherwise reject config.json."""
+    """Returns the `pad_token_id` for config.json. The default of `pad_token_id` in transformers is
+    50283. If the vocabulary of the model does not contain the token 50283, `pad_token_id` is set to
+    null, because transformers would otherwise reject config.json."""
     return SKIP if model.vocab_size > 50283 else None
 
 
 def _rope(config):
-    """Returns `rope_parameters`. Like transformers, derives `rope_parameters` from the fields of older versions of
-    config.json if necessary."""
+    """Returns `rope_parameters`. Like transformers, derives `rope_parameters` from the fields of
+    older versions of config.json if necessary."""
     held, scaling = (
         {} if not isinstance(config.get(name), dict) else config[name]
         for name in ("rope_parameters", "rope_scaling")
@@ -129,14 +130,15 @@ def _rope(config):
 class ModernBert(Model):
     """ModernBERT: an encoder of texts of up to 8192 tokens, with rotary positions.
 
-    Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`. The attention and the
-    MLP each have a LayerNorm before them and a residual connection around them. By default, the first block and every
-    third block after it have no attention window: each token attends to the whole text. In the blocks with a window, a
-    token attends only to tokens near its own position. The first block has no norm before its attention, because the
-    embeddings are already normalized.
+    Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`.
+    The attention and the MLP each have a LayerNorm before them and a residual connection around
+    them. By default, the first block and every third block after it have no attention window: each
+    token attends to the whole text. In the blocks with a window, a token attends only to tokens
+    near its own position. The first block has no norm before its attention, because the embeddings
+    are already normalized.
 
-    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. If a tuple has fewer values
-    than the model has blocks, its values are repeated.
+    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. If a
+    tuple has fewer values than the model has blocks, its values are repeated.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -145,42 +147,45 @@ class ModernBert(Model):
         heads: number of attention heads, which must divide the width.
         hidden: number of features within the MLP, the output size of `gate` and of `up`.
         context: maximum length of a text in training, in tokens.
-        window: size of the window of a block. A token attends to tokens that are at most window // 2 positions away,
-            before or after this token. With the window None, a token attends to all tokens.
+        window: size of the window of a block. A token attends to tokens that are at most window //
+            2 positions away, before or after this token. With the window None, a token attends to
+            all tokens.
         rotary_base: base of the rotary embedding.
         rope_scaling: scaling of the rotary embedding, as in `Decoder`.
-        head: the layers after the encoder, or None (default) for no such layers. The head "masked_lm" computes logits
-            of the vocabulary for each token, with the embedding table. The head "sequence" computes logits
-            of the classes of a text. The head "tokens" computes logits of the classes of each token. The head
-            "questions" computes two logits for each token: that an answer starts at this token, and that it ends at
-            this token.
+        head: the layers after the encoder, or None (default) for no such layers. The head
+            "masked_lm" computes logits of the vocabulary for each token, with the embedding table.
+            The head "sequence" computes logits
+            of the classes of a text. The head "tokens" computes logits of the classes of each
+            token. The head "questions" computes two logits for each token: that an answer starts at
+            this token, and that it ends at this token.
         classes: number of logits of the heads "sequence" and "tokens".
-        pooling: the input of the head "sequence". "cls": the features of the first token. "mean": the mean of the
-            features of all valid tokens.
+        pooling: the input of the head "sequence". "cls": the features of the first token. "mean":
+            the mean of the features of all valid tokens.
         activation: the activation of the MLPs: "gelu", "gelu_tanh", "silu" or "relu".
-        head_activation: the activation of the dense layer with which every head begins. `head_activation` has the same
-            possible values as `activation`.
-        norm_bias, attention_bias, mlp_bias, head_bias: whether the norms (`norm_bias`), the projections of the
-            attention (`attention_bias`), the MLPs (`mlp_bias`), and the dense layer with which every head begins
-            (`head_bias`) have biases.
+        head_activation: the activation of the dense layer with which every head begins.
+            `head_activation` has the same possible values as `activation`.
+        norm_bias, attention_bias, mlp_bias, head_bias: whether the norms (`norm_bias`), the
+            projections of the attention (`attention_bias`), the MLPs (`mlp_bias`), and the dense
+            layer with which every head begins (`head_bias`) have biases.
         decoder_bias: whether the head "masked_lm" adds a bias to the logits.
-        dropout: dropout rate of the embeddings, the attention weights, the attention outputs and the MLPs. `dropout` is
-            also the dropout rate before the last layer of every head except "masked_lm".
+        dropout: dropout rate of the embeddings, the attention weights, the attention outputs and
+            the MLPs. `dropout` is also the dropout rate before the last layer of every head except
+            "masked_lm".
         epsilon: epsilon of the norms.
-        stacked: whether the parameters of all blocks except the first are stacked and a scan applies these blocks. See
-            also `models.unstack`.
+        stacked: whether the parameters of all blocks except the first are stacked and a scan
+            applies these blocks. See also `models.unstack`.
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example. Later tokens are padding. Default: all
-            tokens are valid.
+        lengths: integers [batch], the number of valid tokens in each example. Later tokens are
+            padding. Default: all tokens are valid.
 
-    Output: without a head, an `Encoded` (the features of all tokens), whose `pooled` is None. With a head, logits of
-    the shape [batch, time, vocab_size] for "masked_lm", [batch, classes] for "sequence", [batch, time, classes] for
-    "tokens", and [batch, time, 2] for "questions".
+    Output: without a head, an `Encoded` (the features of all tokens), whose `pooled` is None. With
+    a head, logits of the shape [batch, time, vocab_size] for "masked_lm", [batch, classes] for
+    "sequence", [batch, time, classes] for "tokens", and [batch, time, 2] for "questions".
 
-    Source: Warner et al. (2024), Smarter, Better, Faster, Longer: A Modern Bidirectional Encoder for Fast, Memory
-    Efficient, and Long Context Finetuning and Inference.
+    Source: Warner et al. (2024), Smarter, Better, Faster, Longer: A Modern Bidirectional Encoder
+    for Fast, Memory Efficient, and Long Context Finetuning and Inference.
 
     >>> model = models.ModernBert.preset("modernbert-base")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -255,8 +260,10 @@ class ModernBert(Model):
             },
             architectures=_KINDS,
             irrelevant="attention_dropout embedding_dropout mlp_dropout classifier_dropout "
-            "initializer_cutoff_factor pad_token_id cls_token_id deterministic_flash_attn sparse_prediction "
-            "sparse_pred_ignore_index reference_compile repad_logits_with_grad layer_norm_eps position_embedding_type",
+            "initializer_cutoff_factor pad_token_id cls_token_id deterministic_flash_attn "
+            "sparse_prediction "
+            "sparse_pred_ignore_index reference_compile repad_logits_with_grad layer_norm_eps "
+            "position_embedding_type",
         ),
     }
     HUB: ClassVar = {
@@ -304,7 +311,8 @@ class ModernBert(Model):
             raise ValueError(f"ModernBert: depth must be at least 2; got {self.depth}")
         if (self.head in ("sequence", "tokens")) != (self.classes is not None):
             raise ValueError(
-                "ModernBert: the heads 'sequence' and 'tokens' need classes, and no other head has them; "
+                "ModernBert: the heads 'sequence' and 'tokens' need classes, and no other head has "
+                "them; "
                 f"got head={self.head!r} with classes={self.classes}"
             )
 

@@ -1,4 +1,5 @@
-"""ResNet with 18, 34, 50 and 101 layers, in versions 1 and 1.5, and the small ResNet-9 for 32 × 32 images."""
+"""ResNet with 18, 34, 50 and 101 layers, in versions 1 and 1.5, and the small ResNet-9 for 32 × 32
+images."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from fnet.models.weights._weight_names import Names, keras, torch
 def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias, epsilon):
     """Applies two convolutions, or three in a bottleneck, with a residual connection around them.
 
-    The last of the three convolutions of a bottleneck has four times as many channels as the first two.
+    The last of the three convolutions of a bottleneck has four times as many channels as the first
+    two.
     """
 
     def conv_norm(at, i, x, features, kernel_size, stride=1):
@@ -59,27 +61,28 @@ _TIMM = {
 class ResNet(Model):
     """A residual network for large images.
 
-    The layers are a 7 × 7 convolution with stride 2, 3 × 3 max-pooling with stride 2, stages of residual blocks, the
-    mean over all positions, and a dense layer. Each stage after the first halves the resolution and doubles the
-    channels.
+    The layers are a 7 × 7 convolution with stride 2, 3 × 3 max-pooling with stride 2, stages of
+    residual blocks, the mean over all positions, and a dense layer. Each stage after the first
+    halves the resolution and doubles the channels.
 
     Args:
         depths: number of blocks in each stage.
-        bottleneck: whether a block has three convolutions (in networks with 50 or more layers) instead of two.
-        classes: number of logits.
+        bottleneck: whether a block has three convolutions (in networks with 50 or more layers)
+        instead of two. classes: number of logits.
         width: number of channels of the first stage's 3 × 3 convolutions.
-        version: "v1" or "v1.5". In a bottleneck that halves the resolution, one of the three convolutions has stride 2.
-            With "v1", the first convolution has stride 2, as in the paper and Keras. With "v1.5", the 3 × 3 convolution
-            has stride 2, as in torchvision. The accuracy of ResNet version 1.5 is about half a percent higher than that
-            of version 1.
-        use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but the weights of Keras
-            include such biases.
+        version: "v1" or "v1.5". In a bottleneck that halves the resolution, one of the three
+            convolutions has stride 2. With "v1", the first convolution has stride 2, as in the
+            paper and Keras. With "v1.5", the 3 × 3 convolution has stride 2, as in torchvision. The
+            accuracy of ResNet version 1.5 is about half a percent higher than that of version 1.
+        use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but the
+            weights of Keras include such biases.
         epsilon: epsilon of BatchNorm.
 
-    Input: [batch, height, width, 3]; for pretrained weights, height and width are 224. Output: [batch, classes].
+    Input: [batch, height, width, 3]; for pretrained weights, height and width are 224. Output:
+    [batch, classes].
 
-    Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1. Source of version 1.5 of ResNet:
-    Gross and Wilber (2016), Training and investigating Residual Nets.
+    Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1. Source of
+    version 1.5 of ResNet: Gross and Wilber (2016), Training and investigating Residual Nets.
 
     >>> from fnet import models
     >>> model = models.ResNet.preset("resnet18", classes=10)
@@ -170,19 +173,22 @@ class ResNet(Model):
 
 
 class ResNet9(Model):
-    """A small residual network for 32 × 32 images. The accuracy of ResNet9 on CIFAR-10 is 94 % after a few dozen
-    epochs.
+    """A small residual network for 32 × 32 images. The accuracy of ResNet9 on CIFAR-10 is 94 %
+    after a few dozen epochs.
 
-    Each of the four stages has a 3 × 3 convolution, BatchNorm and ReLU. All stages of ResNet9 except the first also
-    have max-pooling. The second and the last stage of ResNet9 end with a residual block, which contains two more
-    convolutions with BatchNorm and ReLU. The input of the last layer is the maximum over all positions.
+    Each of the four stages has a 3 × 3 convolution, BatchNorm and ReLU. All stages of ResNet9
+    except the first also have max-pooling. The second and the last stage of ResNet9 end with a
+    residual block, which contains two more convolutions with BatchNorm and ReLU. The input of the
+    last layer is the maximum over all positions.
 
     Args:
         classes: number of logits.
-        width: number of channels of the first stage. Each later stage has twice as many channels as the previous stage.
-        scale: factor by which the logits are multiplied, which keeps the softmax smooth early in training.
+        width: number of channels of the first stage. Each later stage has twice as many channels as
+        the previous stage. scale: factor by which the logits are multiplied, which keeps the
+        softmax smooth early in training.
 
-    Input: [batch, height, width, channels]; 32 × 32 × 3 in the original network. Output: [batch, classes].
+    Input: [batch, height, width, channels]; 32 × 32 × 3 in the original network. Output: [batch,
+    classes].
 
     Source: Page (2018), How to Train Your ResNet, part 4, the network of Page's entry to DAWNBench.
 

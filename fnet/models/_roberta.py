@@ -1,4 +1,5 @@
-"""RoBERTa and XLM-R: BERT's encoder, with position indices that start at the index of the padding token plus 1."""
+"""RoBERTa and XLM-R: BERT's encoder, with position indices that start at the index of the padding
+token plus 1."""
 
 from __future__ import annotations
 
@@ -41,20 +42,20 @@ def _config(prefix, words):
 class Roberta(Bert):
     """RoBERTa and XLM-R: the encoder of `Bert`, trained without segments and with other tokenizers.
 
-    The first token of a text has position `padding` + 1. Therefore, the table of position embeddings has additional
-    rows at its start. Padding tokens are not counted, so a padding token within a text does not change the positions of
-    later tokens.
+    The first token of a text has position `padding` + 1. Therefore, the table of position
+    embeddings has additional rows at its start. Padding tokens are not counted, so a padding token
+    within a text does not change the positions of later tokens.
 
     Args:
-        vocab_size, width, depth, heads, hidden, context, segments, classes, pooler, dropout, epsilon, stacked: as in
-            the model `Bert`.
-        head: the layers after the encoder, as in `Bert`, but "next_sentence" and "pretraining" are not supported.
-        padding: the index of the padding token in the vocabulary.
+        vocab_size, width, depth, heads, hidden, context, segments, classes, pooler, dropout,
+            epsilon, stacked: as in the model `Bert`.
+        head: the layers after the encoder, as in `Bert`, but "next_sentence" and "pretraining" are
+        not supported. padding: the index of the padding token in the vocabulary.
 
     Inputs, output: as in `Bert`.
 
-    Source: Liu et al. (2019), RoBERTa: A Robustly Optimized BERT Pretraining Approach; Conneau et al. (2020),
-    Unsupervised Cross-lingual Representation Learning at Scale.
+    Source: Liu et al. (2019), RoBERTa: A Robustly Optimized BERT Pretraining Approach; Conneau et
+    al. (2020), Unsupervised Cross-lingual Representation Learning at Scale.
 
     >>> model = models.Roberta.preset("roberta-base")
     >>> nn.count_parameters(model.spec(model.example()).params)

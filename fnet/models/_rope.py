@@ -13,12 +13,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Divides the rotation rates of a rotary embedding by a factor, for texts longer than those of the training.
+    """Divides the rotation rates of a rotary embedding by a factor, for texts longer than those of
+    the training.
 
     Args:
         factor: the divisor, > 0.
 
-    Source: Chen et al. (2023), Extending Context Window of Large Language Models via Positional Interpolation.
+    Source: Chen et al. (2023), Extending Context Window of Large Language Models via Positional
+    Interpolation.
 
     >>> import numpy as np
     >>> from fnet import models
@@ -38,18 +40,20 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling of a rotary embedding, for texts longer than those of the original training.
+    """Llama 3.1's scaling of a rotary embedding, for texts longer than those of the original
+    training.
 
-    The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than `low_freq_factor`
-    rotations within the original context. The rotation rate does not change if the pair of features completes more than
-    `high_freq_factor` rotations within the original context. If a pair of features completes between `low_freq_factor`
-    and `high_freq_factor` rotations within the original context, the rotation rate r of the pair is replaced by an
+    The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than
+    `low_freq_factor` rotations within the original context. The rotation rate does not change if
+    the pair of features completes more than `high_freq_factor` rotations within the original
+    context. If a pair of features completes between `low_freq_factor` and `high_freq_factor`
+    rotations within the original context, the rotation rate r of the pair is replaced by an
     interpolation between r and r / `factor`.
 
     Args:
         factor: the divisor of the rotation rates, > 0.
-        low_freq_factor, high_freq_factor: the lower and the upper threshold for the number of rotations that a pair of
-            features completes within the original context.
+        low_freq_factor, high_freq_factor: the lower and the upper threshold for the number of
+            rotations that a pair of features completes within the original context.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: Grattafiori et al. (2024), The Llama 3 Herd of Models; llama-models, apply_scaling.
@@ -87,25 +91,27 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN's scaling of a rotary embedding, for texts longer than those of the original training.
 
-    The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than `beta_slow`
-    rotations within the original context. The rotation rate does not change if the pair of features completes more than
-    `beta_fast` rotations within the original context. If a pair of features completes between `beta_slow` and
-    `beta_fast` rotations within the original context, the rotation rate r of the pair is replaced by an interpolation
-    between r and r / `factor`. The interpolation of the rotation rate is linear in the index of the pair of features.
-    The rotated features are multiplied by an amplitude.
+    The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than
+    `beta_slow` rotations within the original context. The rotation rate does not change if the pair
+    of features completes more than `beta_fast` rotations within the original context. If a pair of
+    features completes between `beta_slow` and `beta_fast` rotations within the original context,
+    the rotation rate r of the pair is replaced by an interpolation between r and r / `factor`. The
+    interpolation of the rotation rate is linear in the index of the pair of features. The rotated
+    features are multiplied by an amplitude.
 
     Args:
         factor: the divisor of the rotation rates, > 0.
         original_context: maximum length in tokens of the texts in the original training.
-        beta_fast, beta_slow: the upper and the lower threshold for the number of rotations that a pair of features
-            completes within the original context.
-        amplitude: factor by which the rotated queries and keys are multiplied. Default: 0.1 ln(factor) + 1, or 1 if
-            `factor` is at most 1.
-        truncate: whether to round the bounds of the interpolation to integers. The bounds are indices of pairs of
-            features. If `truncate` is True (the default), the lower bound is rounded down, and the upper bound is
-            rounded up.
+        beta_fast, beta_slow: the upper and the lower threshold for the number of rotations that a
+            pair of features completes within the original context.
+        amplitude: factor by which the rotated queries and keys are multiplied. Default: 0.1
+            ln(factor) + 1, or 1 if `factor` is at most 1.
+        truncate: whether to round the bounds of the interpolation to integers. The bounds are
+            indices of pairs of features. If `truncate` is True (the default), the lower bound is
+            rounded down, and the upper bound is rounded up.
 
-    Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
+    Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models,
+    section 3.
 
     >>> import numpy as np
     >>> from fnet import models
@@ -147,8 +153,8 @@ class YarnScaling:
 
 
 def growth(factor: float, strength: float = 1.0) -> float:
-    """Returns YaRN's amplitude: the number by which the rotated queries and keys are multiplied. The argument `factor`
-    is the divisor of the rotation rates (see `YarnScaling`)."""
+    """Returns YaRN's amplitude: the number by which the rotated queries and keys are multiplied.
+    The argument `factor` is the divisor of the rotation rates (see `YarnScaling`)."""
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
@@ -156,12 +162,13 @@ def growth(factor: float, strength: float = 1.0) -> float:
 class DynamicScaling:
     """Dynamic scaling of a rotary embedding: the base grows with the length of the text.
 
-    The base of the rotary frequencies grows only for texts that are longer than the original context. The rotary base
-    is computed for each example from the length of this example, so examples of one batch are independent.
+    The base of the rotary frequencies grows only for texts that are longer than the original
+    context. The rotary base is computed for each example from the length of this example, so
+    examples of one batch are independent.
 
     Args:
-        factor: a number > 0. With a larger factor, the base of the rotary frequencies grows faster with the length of
-            the text.
+        factor: a number > 0. With a larger factor, the base of the rotary frequencies grows faster
+            with the length of the text.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: bloc97 and emozilla (2023), NTK-aware and dynamically scaled RoPE.
@@ -196,16 +203,17 @@ class DynamicScaling:
 class LongScaling:
     """LongRoPE's scaling of a rotary embedding, as in Phi-3.
 
-    Each pair of rotated features has its own divisor, by which the rotation rate of the pair is divided. `LongScaling`
-    has two lists of divisors of the rotation rates: `short` for texts within the original context, and `long` for
-    longer texts. For each example of a batch, the length of this example alone determines whether the rotation rates
-    are divided by `short` or by `long`. The rotated features are multiplied by an amplitude.
+    Each pair of rotated features has its own divisor, by which the rotation rate of the pair is
+    divided. `LongScaling` has two lists of divisors of the rotation rates: `short` for texts within
+    the original context, and `long` for longer texts. For each example of a batch, the length of
+    this example alone determines whether the rotation rates are divided by `short` or by `long`.
+    The rotated features are multiplied by an amplitude.
 
     Args:
-        short: the divisor of the rotation rate of each pair of rotated features, for texts of at most
-            `original_context` tokens.
-        long: the divisor of the rotation rate of each pair of rotated features, for texts of more than
-            `original_context` tokens.
+        short: the divisor of the rotation rate of each pair of rotated features, for texts of at
+            most `original_context` tokens.
+        long: the divisor of the rotation rate of each pair of rotated features, for texts of more
+            than `original_context` tokens.
         original_context: maximum length in tokens of the texts in the original training.
         amplitude: factor by which the rotated queries and keys are multiplied.
 
@@ -231,7 +239,8 @@ class LongScaling:
     def __call__(self, rates: np.ndarray, lengths: jax.Array) -> jax.Array:
         if not len(self.short) == len(self.long) == len(rates):
             raise ValueError(
-                f"LongScaling: expected {len(rates)} divisors, one for each pair of rotated features, got "
+                f"LongScaling: expected {len(rates)} divisors, one for each pair of rotated "
+                f"features, got "
                 f"{len(self.short)} and {len(self.long)}"
             )
         short, long = (rates / np.float32(divisors) for divisors in (self.short, self.long))

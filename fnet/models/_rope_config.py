@@ -26,7 +26,8 @@ def whole(value, least=1):
 
 
 def collapsed(values):
-    """Converts a list of values, one per layer, to its shortest repeating pattern, or to one value if all are equal."""
+    """Converts a list of values, one per layer, to its shortest repeating pattern, or to one value
+    if all are equal."""
     values = tuple(values)
     period = next(
         n
@@ -37,12 +38,14 @@ def collapsed(values):
 
 
 def scaling(value, config, context, long=()):
-    """Returns the scaling that the field `rope_scaling` or `rope_parameters` of config.json describes.
+    """Returns the scaling that the field `rope_scaling` or `rope_parameters` of config.json
+    describes.
 
     Args:
         value: the value of the field `rope_scaling` or `rope_parameters`.
         config: the content of config.json.
-        context: the value of `max_position_embeddings` that is used if config.json lacks this field.
+        context: the value of `max_position_embeddings` that is used if config.json lacks this
+            field.
         long: other names that the family uses for the rope_type longrope.
 
     Raises:
@@ -56,7 +59,8 @@ def scaling(value, config, context, long=()):
     names = set(value) - COMMON
     if not set(required) <= names <= {*required, *optional}:
         raise ValueError(
-            f"expected the fields {', '.join(required) or 'rope_theta and rope_type'} for the rope_type "
+            f"expected the fields {', '.join(required) or 'rope_theta and rope_type'} for the "
+            f"rope_type "
             f"{kind!r}" + (f", and possibly {', '.join(optional)}" if optional else "")
         )
     longest = whole(config.get("max_position_embeddings", context))
@@ -149,8 +153,8 @@ _KINDS = {
 
 
 def written(model, base, scale, partial=None) -> dict[str, Any]:
-    """Returns transformers' `rope_parameters` for a base and a scaling. `partial` is the fraction of each head's
-    features that is rotated."""
+    """Returns transformers' `rope_parameters` for a base and a scaling. `partial` is the fraction
+    of each head's features that is rotated."""
     fields: dict[str, Any] = {
         "rope_theta": base,
         **({} if partial is None else {"partial_rotary_factor": partial}),
@@ -205,30 +209,33 @@ def rope(
     spread: Callable = lambda config, base: base,
     original: int | None = None,
 ) -> dict[str, Fields]:
-    """Returns a dict of `Fields` objects for the fields of config.json that describe rotary positions.
+    """Returns a dict of `Fields` objects for the fields of config.json that describe rotary
+    positions.
 
-    These fields state the base of the rotary frequencies, the scaling of the rotary frequencies, and the fraction of
-    each head's features that is rotated.
+    These fields state the base of the rotary frequencies, the scaling of the rotary frequencies,
+    and the fraction of each head's features that is rotated.
 
-    Versions of transformers before 5 write `rope_theta` and `rope_scaling`. Later versions of transformers write the
-    base and the scaling in `rope_parameters`. If a config.json has `rope_scaling` and `rope_parameters`, `rope_scaling`
-    is used, as in transformers.
+    Versions of transformers before 5 write `rope_theta` and `rope_scaling`. Later versions of
+    transformers write the base and the scaling in `rope_parameters`. If a config.json has
+    `rope_scaling` and `rope_parameters`, `rope_scaling` is used, as in transformers.
 
     Args:
         theta: the base of the rotary frequencies if config.json has no field for the base.
-        partial: the default value of the fraction of each head's features that is rotated. The default value is used if
-            config.json has no field for the fraction.
-        context: the value of `max_position_embeddings` that is used if config.json lacks this field.
-        names: the names of two fields at the top level of config.json: the base of the rotary frequencies, and the
-            rotated fraction of each head's features.
+        partial: the default value of the fraction of each head's features that is rotated. The
+            default value is used if config.json has no field for the fraction.
+        context: the value of `max_position_embeddings` that is used if config.json lacks this
+            field.
+        names: the names of two fields at the top level of config.json: the base of the rotary
+            frequencies, and the rotated fraction of each head's features.
         turns: whether the models of the family support rotating only some of each head's features.
         long: other names that the family uses for the rope_type longrope.
-        spread: function (config, base) that returns the value of the model's field `rotary_base`. If some layers have
-            no position embedding, `rotary_base` is a tuple with None for these layers. By default, `rotary_base` is
-            `base`.
-        original: for the rope_type longrope, the value of `original_max_position_embeddings` that is used if the top
-            level of config.json lacks this field. If `original` is None, `original_max_position_embeddings` is read
-            only from `rope_scaling` or `rope_parameters`.
+        spread: function (config, base) that returns the value of the model's field `rotary_base`.
+            If some layers have no position embedding, `rotary_base` is a tuple with None for these
+            layers. By default, `rotary_base` is `base`.
+        original: for the rope_type longrope, the value of `original_max_position_embeddings` that
+            is used if the top level of config.json lacks this field. If `original` is None,
+            `original_max_position_embeddings` is read only from `rope_scaling` or
+            `rope_parameters`.
     """
 
     def inner(config) -> Mapping[str, Any]:
@@ -236,9 +243,9 @@ def rope(
         return value if isinstance(value, dict) else {}
 
     def outside(name, value, config):
-        """Whether to use the value of a field at the top level of config.json, such as `rope_theta`. If
-        `rope_parameters` or `rope_scaling` contains the same field as the top level, the two values must be equal, and
-        the value at the top level is not used."""
+        """Whether to use the value of a field at the top level of config.json, such as
+        `rope_theta`. If `rope_parameters` or `rope_scaling` contains the same field as the top
+        level, the two values must be equal, and the value at the top level is not used."""
         held = inner(config).get(name, value)
         if held != value:
             raise ValueError(f"expected {held!r}, the {name} in rope_parameters or rope_scaling")
@@ -310,17 +317,20 @@ def rope(
 
 
 def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, Fields]:
-    """Returns a dict of `Fields` objects for the fields of config.json that describe rotary positions.
+    """Returns a dict of `Fields` objects for the fields of config.json that describe rotary
+    positions.
 
-    The model has layers with and without sliding windows. In layers with sliding windows, the rotary embedding has
-    another base and another scaling than in layers without windows.
+    The model has layers with and without sliding windows. In layers with sliding windows, the
+    rotary embedding has another base and another scaling than in layers without windows.
 
     Args:
-        merged: function that takes the content of config.json, and returns {type of layers: `rope_parameters`}. Like
-            transformers, `merged` also reads the fields of older versions of config.json.
-        types: function that takes the content of config.json, and returns the `layer_types` to use if config.json lacks
-            the field `layer_types`.
-        context: the value of `max_position_embeddings` that is used if config.json lacks this field.
+        merged: function that takes the content of config.json, and returns {type of layers:
+            `rope_parameters`}. Like transformers, `merged` also reads the fields of older versions
+            of config.json.
+        types: function that takes the content of config.json, and returns the `layer_types` to use
+            if config.json lacks the field `layer_types`.
+        context: the value of `max_position_embeddings` that is used if config.json lacks this
+            field.
     """
 
     def bases(value, config):
@@ -376,13 +386,15 @@ def _rotated(part, config, turns):
     rotated = int(head_dim * part)
     if rotated < 2 or rotated % 2:
         raise ValueError(
-            f"expected a partial_rotary_factor that rotates an even number of the {head_dim} features"
+            f"expected a partial_rotary_factor that rotates an even number of the {head_dim} "
+            f"features"
         )
     return None if rotated == head_dim else rotated
 
 
 def layer_types(value, config, depth):
-    """Returns `layer_types`, after checking that it has one of the two supported types for each layer."""
+    """Returns `layer_types`, after checking that it has one of the two supported types for each
+    layer."""
     depth = config.get("num_hidden_layers", depth)
     if (
         not isinstance(value, list)
@@ -396,15 +408,18 @@ def layer_types(value, config, depth):
 def windows(
     depth, size, derived: Callable, used: Callable = lambda config: True
 ) -> dict[str, Fields]:
-    """Returns a dict of `Fields` objects for the fields of config.json that describe sliding-window attention.
+    """Returns a dict of `Fields` objects for the fields of config.json that describe sliding-window
+    attention.
 
     The fields for sliding-window attention are `layer_types` and `sliding_window`.
 
     Args:
-        depth, size: the values of `num_hidden_layers` and `sliding_window` that are used if config.json lacks them.
-        derived: function (config, window, depth) that returns the `layer_types` that are used if config.json lacks this
+        depth, size: the values of `num_hidden_layers` and `sliding_window` that are used if
+        config.json lacks them. derived: function (config, window, depth) that returns the
+        `layer_types` that are used if config.json lacks this
             field.
-        used: function that takes the content of config.json, and returns whether attention windows are used.
+        used: function that takes the content of config.json, and returns whether attention windows
+            are used.
     """
 
     def window(config):
@@ -437,8 +452,8 @@ def windows(
 
 
 def layers(model, value):
-    """Returns a list with one value for each layer. `value` is a single value for all layers, or a tuple that is
-    repeated."""
+    """Returns a list with one value for each layer. `value` is a single value for all layers, or a
+    tuple that is repeated."""
     return [
         value[i % len(value)] if isinstance(value, tuple) else value for i in range(model.depth)
     ]

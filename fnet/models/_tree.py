@@ -1,4 +1,5 @@
-"""The child-sum Tree-LSTM. The structure of the trees is an input, so one compiled program is used for all trees."""
+"""The child-sum Tree-LSTM. The structure of the trees is an input, so one compiled program is used
+for all trees."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ constant = jax.nn.initializers.constant
 class Trees(NamedTuple):
     """A batch of trees as arrays, the input of `TreeLSTM`.
 
-    The nodes of each tree are in postorder: children come before their parent, and the root is the last node. `Trees`
-    is registered with `jax.export` as "fnet.models.Trees".
+    The nodes of each tree are in postorder: children come before their parent, and the root is the
+    last node. `Trees` is registered with `jax.export` as "fnet.models.Trees".
 
     Attributes:
         labels: integers [batch, nodes], the index of each node's label in the vocabulary.
-        parents: integers [batch, nodes], the index of each node's parent in its tree. Nodes without a parent (the root
-            and padding) have the value `nodes`, the length of the node axis.
+        parents: integers [batch, nodes], the index of each node's parent in its tree. Nodes without
+            a parent (the root and padding) have the value `nodes`, the length of the node axis.
         lengths: integers [batch], the number of valid nodes of each tree. Later nodes are padding.
 
     >>> trees = models.pack_trees([("not", True)], {"not": 0, True: 1}, nodes=4)
@@ -48,14 +49,14 @@ def pack_trees(
 ) -> Trees:
     """Converts trees to arrays, for `TreeLSTM`.
 
-    A tree is a tuple: the label of the root, then the subtrees. A tree that has only one node may be given as the label
-    of this node, without a tuple.
+    A tree is a tuple: the label of the root, then the subtrees. A tree that has only one node may
+    be given as the label of this node, without a tuple.
 
     Args:
         trees: the trees.
         vocabulary: the token of each label, {label: token}.
-        nodes: the length of the node axis. If you set `nodes`, all batches have the same shape. Default: the number of
-            nodes of the largest tree.
+        nodes: the length of the node axis. If you set `nodes`, all batches have the same shape.
+            Default: the number of nodes of the largest tree.
 
     Returns:
         The trees as `Trees`.
@@ -80,7 +81,8 @@ def pack_trees(
         for place, (label, parent) in enumerate(found):
             if label not in vocabulary:
                 raise ValueError(
-                    f"pack_trees: tree {row} has the label {label!r}, which is not in the vocabulary: "
+                    f"pack_trees: tree {row} has the label {label!r}, which is not in the "
+                    f"vocabulary: "
                     f"{', '.join(map(repr, list(vocabulary)[:8]))}"
                 )
             labels[row, place] = vocabulary[label]
@@ -89,7 +91,8 @@ def pack_trees(
 
 
 def _postorder(tree):
-    """Returns [(label, index of the parent)], without recursion, because a tree may exceed Python's recursion limit."""
+    """Returns [(label, index of the parent)], without recursion, because a tree may exceed Python's
+    recursion limit."""
     order, stack = (
         [],
         [(tree, None)],
@@ -104,7 +107,8 @@ def _postorder(tree):
 
 
 class TreeLSTM(Model):
-    """The child-sum Tree-LSTM: an LSTM over the nodes of a tree. Each node receives the states of its children.
+    """The child-sum Tree-LSTM: an LSTM over the nodes of a tree. Each node receives the states of
+    its children.
 
     The state (h_j, c_j) of node j with embedding x_j and children C(j) is:
 
@@ -113,11 +117,12 @@ class TreeLSTM(Model):
         f_k = sigmoid(x_j W_f + h_k U_f + b_f), for each child
         c_j = i * u + sum of f_k * c_k,  h_j = o * tanh(c_j)
 
-    The parent of each node is given by an input array, so the compiled program does not depend on the structure of the
-    trees. One `lax.scan` visits the nodes in postorder. The carry of the scan contains two sums for every node: the sum
-    of h_k and the sum of f_k * c_k over the children k that were already visited. Each node adds its own h_k and
-    f_k * c_k to the sums of its parent. Therefore one compiled program with static shapes computes batches of trees of
-    any depth and any number of children.
+    The parent of each node is given by an input array, so the compiled program does not depend on
+    the structure of the trees. One `lax.scan` visits the nodes in postorder. The carry of the scan
+    contains two sums for every node: the sum of h_k and the sum of f_k * c_k over the children k
+    that were already visited. Each node adds its own h_k and
+    f_k * c_k to the sums of its parent. Therefore one compiled program with static shapes computes
+    batches of trees of any depth and any number of children.
 
     Args:
         classes: number of logits.
@@ -127,11 +132,12 @@ class TreeLSTM(Model):
 
     Inputs: labels, parents and lengths, as in `Trees`.
 
-    Output: logits [batch, nodes, classes] of every node. The logits of a tree are those of its root, the last node:
-        `logits[jnp.arange(batch), lengths - 1]`. The logits of padding are meaningless.
+    Output: logits [batch, nodes, classes] of every node. The logits of a tree are those of its
+        root, the last node: `logits[jnp.arange(batch), lengths - 1]`. The logits of padding are
+        meaningless.
 
-    Source: Tai, Socher and Manning (2015), Improved Semantic Representations From Tree-Structured Long Short-Term
-    Memory Networks, eq. 2 to 8.
+    Source: Tai, Socher and Manning (2015), Improved Semantic Representations From Tree-Structured
+    Long Short-Term Memory Networks, eq. 2 to 8.
 
     >>> vocabulary = {"and": 0, "not": 1, True: 2, False: 3}
     >>> trees = models.pack_trees([("and", True, ("not", False))], vocabulary, nodes=4)
@@ -192,7 +198,8 @@ class TreeLSTM(Model):
             share = hidden, kept * cell
             return tuple(add(old, rows, parent, new) for old, new in zip(sums, share)), hidden
 
-        # The sums of h_k and of f_k c_k over the children so far. The last node is for roots and padding.
+        # The sums of h_k and of f_k c_k over the children so far. The last node is for roots and
+        # padding.
         sums = (resharded(jnp.zeros((batch, nodes + 1, self.width), x.dtype), like(labels, 0)),) * 2
         inputs = order, parents.T, gates.swapaxes(0, 1), forget.swapaxes(0, 1)
         _, hidden = lax.scan(step, sums, inputs)  # [nodes, batch, width]

@@ -1,4 +1,5 @@
-"""ViT: a transformer on the patches of an image. The class `ViT` has presets for the sizes Ti, S and B."""
+"""ViT: a transformer on the patches of an image. The class `ViT` has presets for the sizes Ti, S
+and B."""
 
 from __future__ import annotations
 
@@ -48,9 +49,10 @@ SIZES = {
 
 
 def architectures(pattern, name, sizes, **others):
-    """Returns two functions, `read` and `write`, for timm's architectures such as vit_small_patch16_224. `read` maps
-    the name of an architecture to the fields of the model, or to None. `write` maps a model to the name of its
-    architecture. In `pattern` and `name`, `{}` is the size of the model."""
+    """Returns two functions, `read` and `write`, for timm's architectures such as
+    vit_small_patch16_224. `read` maps the name of an architecture to the fields of the model, or to
+    None. `write` maps a model to the name of its architecture. In `pattern` and `name`, `{}` is the
+    size of the model."""
     pattern = pattern.format(f"({'|'.join(sizes)})") + "_patch([0-9]{1,3})_([0-9]{1,4})"
 
     def read(text):
@@ -154,27 +156,30 @@ _KINDS = {"ViTForImageClassification": dict(classes=...), "ViTModel": dict(class
 
 
 class ViT(Model):
-    """A vision transformer: patches, a class token, learned positions, a transformer's encoder, and a dense layer.
+    """A vision transformer: patches, a class token, learned positions, a transformer's encoder, and
+    a dense layer.
 
     Args:
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width.
-        classes: number of logits. If `classes` is None, the model has no classification layer, and its output is an
-            `Encoded` (the features of the tokens).
+        classes: number of logits. If `classes` is None, the model has no classification layer, and
+            its output is an `Encoded` (the features of the tokens).
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
-        hidden: number of features between the two dense layers of a block's MLP. Default: four times the width.
-        pooler: whether a model with `classes=None` has a pooler. The pooler applies a dense layer and tanh to the class
+        hidden: number of features between the two dense layers of a block's MLP. Default: four
+        times the width. pooler: whether a model with `classes=None` has a pooler. The pooler
+        applies a dense layer and tanh to the class
             token.
-        dropout: dropout rate after the position embeddings, after attention and after each dense layer of the blocks.
-        epsilon: epsilon of the norms.
+        dropout: dropout rate after the position embeddings, after attention and after each dense
+        layer of the blocks. epsilon: epsilon of the norms.
 
-    Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` (the features of the tokens) if
-    `classes` is None.
+    Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` (the features of
+    the tokens) if `classes` is None.
 
-    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. The presets Ti and S are from Touvron,
-    Cord, Douze, Massa, Sablayrolles and Jégou (2021), Training data-efficient image transformers, table 1.
+    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. The presets Ti and
+    S are from Touvron, Cord, Douze, Massa, Sablayrolles and Jégou (2021), Training data-efficient
+    image transformers, table 1.
 
     >>> model = models.ViT.preset("vit_ti_16")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -271,8 +276,8 @@ class ViT(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Returns the input of the last layer, an array [batch, width]: the class token of each image after the last
-        norm."""
+        """Returns the input of the last layer, an array [batch, width]: the class token of each
+        image after the last norm."""
         return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x)[:, 0])
 
     def _encoded(self, scope, x):
@@ -308,7 +313,8 @@ class ViT(Model):
     def _check(self, x):
         if x.ndim != 4 or x.shape[1:3] != (self.size, self.size) or self.size % self.patch:
             raise ValueError(
-                f"{type(self).__name__}: expected images [batch, {self.size}, {self.size}, channels], "
+                f"{type(self).__name__}: expected images [batch, {self.size}, {self.size}, "
+                f"channels], "
                 f"with a size that is a multiple of patch={self.patch}; got {x.shape}"
             )
 

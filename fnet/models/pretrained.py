@@ -8,9 +8,10 @@
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
     pretrained.save(model, params, state, "folder")                      # with config.json, for transformers
 
-`load` raises an error if the file lacks an array of the model or contains an unexpected key (name of an array). The
-error lists up to eight missing or unexpected keys. `load` checks the shapes of all arrays. The arrays keep the dtypes
-of the file unless you pass `dtype=`. Files are memory-mapped, and each array is copied once. Pickles are never opened.
+`load` raises an error if the file lacks an array of the model or contains an unexpected key (name
+of an array). The error lists up to eight missing or unexpected keys. `load` checks the shapes of
+all arrays. The arrays keep the dtypes of the file unless you pass `dtype=`. Files are
+memory-mapped, and each array is copied once. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -79,47 +80,58 @@ def load(
     check_config: bool = True,
     revision: str | None = None,
 ) -> tuple:
-    """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a folder or a preset.
+    """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a
+    folder or a preset.
 
-    If the weights are not given by a path, `load` searches fnet's cache (~/.cache/fnet) and Hugging Face's cache. If
-    neither fnet's nor Hugging Face's cache has the weights, `load` downloads them from Hugging Face's hub into Hugging
-    Face's cache (this needs `pip install 'fnet[hub]'`). `load` downloads only config.json, generation_config.json,
-    preprocessor_config.json, the files of the tokenizer and *.safetensors, but no pickles or code. The next call of
-    `load` continues an interrupted download, without downloading complete files again. Each downloaded file must have
-    the checksum that the hub lists. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
+    If the weights are not given by a path, `load` searches fnet's cache (~/.cache/fnet) and Hugging
+    Face's cache. If neither fnet's nor Hugging Face's cache has the weights, `load` downloads them
+    from Hugging Face's hub into Hugging Face's cache (this needs `pip install 'fnet[hub]'`). `load`
+    downloads only config.json, generation_config.json, preprocessor_config.json, the files of the
+    tokenizer and *.safetensors, but no pickles or code. The next call of `load` continues an
+    interrupted download, without downloading complete files again. Each downloaded file must have
+    the checksum that the hub lists. The environment variables HF_ENDPOINT, HF_HOME and
+    HF_HUB_OFFLINE are respected.
 
-    If you pass a folder or repository, its config.json (of transformers or timm) determines the model. If you pass a
-    model or a preset, `load` compares it with the config.json next to the weights, if this file exists. Every field of
-    config.json must agree with the model, or be known to have no effect on the forward pass.
+    If you pass a folder or repository, its config.json (of transformers or timm) determines the
+    model. If you pass a model or a preset, `load` compares it with the config.json next to the
+    weights, if this file exists. Every field of config.json must agree with the model, or be known
+    to have no effect on the forward pass.
 
     Args:
-        model: a model, or the source of one: a folder with a config.json, a model.bin of llama2.c, a repository of
-            Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a preset ("resnet50").
-        path: the weights for a model or a preset: a safetensors file, a folder with a safetensors file or with shards
-            and their index, a model.bin of llama2.c, a folder name in ~/.cache/fnet, or a repository of Hugging Face's
-            hub. In a folder with several sets of weights, such as a new model.safetensors beside older shards, name
-            the file or the index. A `Model` object requires `path`. For a preset, the default of `path` is the weights
-            of the preset.
+        model: a model, or the source of one: a folder with a config.json, a model.bin of llama2.c,
+            a repository of Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a
+            preset ("resnet50").
+        path: the weights for a model or a preset: a safetensors file, a folder with a safetensors
+            file or with shards and their index, a model.bin of llama2.c, a folder name in
+            ~/.cache/fnet, or a repository of Hugging Face's hub. In a folder with several sets of
+            weights, such as a new model.safetensors beside older shards, name the file or the
+            index. A `Model` object requires `path`. For a preset, the default of `path` is the
+            weights of the preset.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
-        names: the framework that defines the parameter names in the file. The framework is a key of the model's
-            `NAMES`, such as "torchvision". Default: the framework is detected from the names in the file.
+        names: the framework that defines the parameter names in the file. The framework is a key of
+            the model's `NAMES`, such as "torchvision". Default: the framework is detected from the
+            names in the file.
         check_config: whether to compare the model with config.json.
-        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if the cache
-            does not contain the repository. `pretrained.revision(name)` returns the commit.
+        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or
+            "main" if the cache does not contain the repository. `pretrained.revision(name)` returns
+            the commit.
 
     Returns:
-        `(params, state)` for a model, and `(model, params, state)` for a folder, a repository or a preset. `params` and
-        `state` have the structure that `model.init` returns, with `jax.Array`s. `state` is `{}` if the model has none.
+        `(params, state)` for a model, and `(model, params, state)` for a folder, a repository or a
+        preset. `params` and `state` have the structure that `model.init` returns, with
+        `jax.Array`s. `state` is `{}` if the model has none.
 
     Raises:
-        FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message says what to download.
-        OSError: a download was interrupted (the next call continues it), or the checksum of a downloaded file is wrong.
-        ValueError: the file is damaged, is not a file of weights, has missing or unexpected keys, or has an array of
-            another shape than in the model. Also if a folder has several sets of weights, or a download that is not
-            complete. ValueError is also raised if config.json has unknown fields, or if a field
+        FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message
+        says what to download. OSError: a download was interrupted (the next call continues it), or
+        the checksum of a downloaded file is wrong. ValueError: the file is damaged, is not a file
+        of weights, has missing or unexpected keys, or has an array of
+            another shape than in the model. Also if a folder has several sets of weights, or a
+            download that is not complete. ValueError is also raised if config.json has unknown
+            fields, or if a field
             of the model differs from the value that config.json or the weights require.
-        TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or JAX does not support
-            the resulting dtype (float64 without jax_enable_x64).
+        TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or
+            JAX does not support the resulting dtype (float64 without jax_enable_x64).
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -130,13 +142,15 @@ def load(
     """
     if dtype is not None and not jax.dtypes.issubdtype(dtype, np.floating):
         raise TypeError(
-            f"pretrained.load: expected a floating-point dtype such as jnp.bfloat16; got dtype={dtype!r}. "
+            f"pretrained.load: expected a floating-point dtype such as jnp.bfloat16; got "
+            f"dtype={dtype!r}. "
             "To quantize weights, use fnet.compress.quantize"
         )
     if not isinstance(model, str | os.PathLike):
         if path is None:
             raise TypeError(
-                f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a file, "
+                f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a "
+                f"file, "
                 "a folder or a name; only a folder and the name of a preset imply them"
             )
         return _load(model, find(path, revision=revision), dtype, names, check_config)
@@ -145,7 +159,8 @@ def load(
         model = _variant(_class_of(model), model, path, {})
     elif path is not None:
         raise ValueError(
-            f"pretrained.load: expected a model or the name of a preset before the path, got {model!r}; "
+            f"pretrained.load: expected a model or the name of a preset before the path, got "
+            f"{model!r}; "
             "a folder with a config.json is loaded without a second argument"
         )
     else:
@@ -167,7 +182,8 @@ def _load(model, path, dtype, names, check_config):
     name, key_map = _match.detect_names(model, leaves, tensors, names)
     if config and name not in config.names:
         raise ValueError(
-            f"{tensors.path} has the names of {name}, but config.json next to it describes weights with "
+            f"{tensors.path} has the names of {name}, but config.json next to it describes weights "
+            f"with "
             f"the names of {' or '.join(config.names)}; move one of them to another folder"
         )
     _match.check_config(model, name, tensors.path, config.compared() if config else ())
@@ -190,36 +206,42 @@ def save(
     like: str | os.PathLike | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Writes the parameters and the state of a model to a file or folder that the original framework can load.
+    """Writes the parameters and the state of a model to a file or folder that the original
+    framework can load.
 
-    `save` is the inverse of `load`. If `path` is a folder, `save` also writes a config.json, provided that the format
-    of transformers or timm can describe the model. From this config.json, `load` creates a model with the same fields,
-    except those that config.json does not contain, such as `dropout`. Arrays keep their dtypes.
+    `save` is the inverse of `load`. If `path` is a folder, `save` also writes a config.json,
+    provided that the format of transformers or timm can describe the model. From this config.json,
+    `load` creates a model with the same fields, except those that config.json does not contain,
+    such as `dropout`. Arrays keep their dtypes.
 
     Args:
         model: the model.
-        params, state: the parameters and the state, as returned by `load` or `model.init`. `state` is `{}` if the model
-            has none. Implicit arrays, such as the quantized arrays of `compress`, are written as the arrays that they
-            represent.
+        params, state: the parameters and the state, as returned by `load` or `model.init`. `state`
+            is `{}` if the model has none. Implicit arrays, such as the quantized arrays of
+            `compress`, are written as the arrays that they represent.
         path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c.
-        names: the framework that defines the parameter names to write. The framework is a key of the model's `NAMES`.
-            Default: the framework that matches the model's configuration, if exactly one framework does.
-        like: a file or folder of weights, whose array names and metadata are used for the new file, or None (default).
-            The new file also gets the arrays of `like` that the model does not need (such as num_batches_tracked in
-            PyTorch). If `like` and `path` are folders, `save` also copies generation_config.json, the files of the
-            tokenizer, and the fields of config.json that do not affect the output.
-        max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a string such as "5GB".
-            Weights larger than `max_shard_size` are split into several files (shards) with an index,
-            model.safetensors.index.json. An array that is larger than `max_shard_size` has a file of its own.
+        names: the framework that defines the parameter names to write. The framework is a key of
+            the model's `NAMES`. Default: the framework that matches the model's configuration, if
+            exactly one framework does.
+        like: a file or folder of weights, whose array names and metadata are used for the new file,
+            or None (default). The new file also gets the arrays of `like` that the model does not
+            need (such as num_batches_tracked in PyTorch). If `like` and `path` are folders, `save`
+            also copies generation_config.json, the files of the tokenizer, and the fields of
+            config.json that do not affect the output.
+        max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a
+            string such as "5GB". Weights larger than `max_shard_size` are split into several files
+            (shards) with an index, model.safetensors.index.json. An array that is larger than
+            `max_shard_size` has a file of its own.
 
     Returns:
         The path of the file, or of the index of the shards.
 
     Raises:
-        ValueError: the names or shapes in `params` or `state` do not match the model. Without `names` and `like`,
-            exactly one framework must match the model's configuration. ValueError is also raised if `save` would
-            replace the config.json of a training run, or if the folder `path` has the config.json of another model and
-            the formats of transformers and timm cannot describe the new model.
+        ValueError: the names or shapes in `params` or `state` do not match the model. Without
+            `names` and `like`, exactly one framework must match the model's configuration.
+            ValueError is also raised if `save` would replace the config.json of a training run, or
+            if the folder `path` has the config.json of another model and the formats of
+            transformers and timm cannot describe the new model.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -285,15 +307,18 @@ def save(
 
 
 def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
-    """Returns the model of the preset `name`, with the values of fields (such as epsilon) that the weights require.
+    """Returns the model of the preset `name`, with the values of fields (such as epsilon) that the
+    weights require.
 
-    Weights from different frameworks may need different field values, which the shapes of the arrays do not show. For
-    example, ResNet-50 needs an epsilon of 1e-3 for Keras' weights and of 1e-5 for torchvision's weights.
+    Weights from different frameworks may need different field values, which the shapes of the
+    arrays do not show. For example, ResNet-50 needs an epsilon of 1e-3 for Keras' weights and of
+    1e-5 for torchvision's weights.
 
     Args:
         name: the preset, such as "resnet50".
         path: the weights, as in `load`. Default: the weights of the preset.
-        changes: new values of model fields, which override both the preset and the requirements of the weights.
+        changes: new values of model fields, which override both the preset and the requirements of
+            the weights.
 
     Returns:
         The model.
@@ -315,7 +340,8 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
 
 
 def names_of(model: Model, path: str | os.PathLike) -> str:
-    """Detects the framework of the parameter names in a file of weights. Returns a key of the model's `NAMES`.
+    """Detects the framework of the parameter names in a file of weights. Returns a key of the
+    model's `NAMES`.
 
         image = model.NAMES[pretrained.names_of(model, path)].image       # the preprocessing for these weights
 
@@ -338,12 +364,12 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
 def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
     """Returns the local path of the weights that `load` would read.
 
-    `name` is a path, the name of a preset, or a repository of Hugging Face's hub. If a repository is neither in fnet's
-    cache nor in Hugging Face's cache, `find` downloads it, as `load` does.
+    `name` is a path, the name of a preset, or a repository of Hugging Face's hub. If a repository
+    is neither in fnet's cache nor in Hugging Face's cache, `find` downloads it, as `load` does.
 
     Raises:
-        FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message lists the paths that
-            were searched, and says what to download.
+        FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message
+            lists the paths that were searched, and says what to download.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -356,7 +382,8 @@ def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
 
 
 def revision(name: str | os.PathLike) -> str | None:
-    """Returns the commit of weights from Hugging Face's hub, or None if the weights are not from the hub.
+    """Returns the commit of weights from Hugging Face's hub, or None if the weights are not from
+    the hub.
 
     `name` is a path, the name of a preset, or a repository, as in `find`.
 
@@ -419,8 +446,9 @@ def _classes():
 
 
 def _beside(key_map, source):
-    """Yields an `Entry` (paths and keys) for each array that `save` writes but the model does not need. An array that
-    the model does not need is written if the file `source` contains it, or if a naming rule requires it."""
+    """Yields an `Entry` (paths and keys) for each array that `save` writes but the model does not
+    need. An array that the model does not need is written if the file `source` contains it, or if a
+    naming rule requires it."""
     for entry in key_map.beside:
         present = source is not None and all(key in source.arrays for key in entry.keys)
         if present or (entry.rule.write is not None and entry.rule.write is not False):
@@ -428,7 +456,8 @@ def _beside(key_map, source):
 
 
 def _read(entry, tensors, dtype):
-    """Reads the model's arrays for `entry`, and copies each array once, from the memory-mapped file."""
+    """Reads the model's arrays for `entry`, and copies each array once, from the memory-mapped
+    file."""
     dtypes = {tensors.arrays[key].dtype for key in entry.keys}
     if len(dtypes) > 1:
         raise TypeError(
@@ -438,7 +467,8 @@ def _read(entry, tensors, dtype):
     (theirs,) = dtypes
     if not jax.dtypes.issubdtype(theirs, np.floating):
         raise TypeError(
-            f"{tensors.path}: {entry.keys[0]!r} has dtype {theirs}, but {_match.ours(entry)} needs a "
+            f"{tensors.path}: {entry.keys[0]!r} has dtype {theirs}, but {_match.ours(entry)} needs "
+            f"a "
             "floating-point dtype"
         )
     wanted = np.dtype(theirs if dtype is None else dtype)
@@ -459,7 +489,8 @@ def _read(entry, tensors, dtype):
 
 
 def _written(entry, arrays):
-    """Converts arrays of a model to the layout of the file. Returns {key (array name in the file): array}."""
+    """Converts arrays of a model to the layout of the file. Returns {key (array name in the file):
+    array}."""
     whole = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
     return {
         key: entry.rule.layout.theirs(whole[copy] if copy else whole)

@@ -1,6 +1,7 @@
 """Runs a training step on many devices, although the step was written for one device.
 
-`plan` selects the shardings of the step's arrays, and `feed` distributes the batches over the devices.
+`plan` selects the shardings of the step's arrays, and `feed` distributes the batches over the
+devices.
 
     from fnet import parallel
 

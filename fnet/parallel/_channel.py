@@ -1,5 +1,5 @@
-"""The class `Channel`. The processes of a run use a `Channel` to decide together whether to run the next step. A
-process that waits longer than a time limit for another process raises an error."""
+"""The class `Channel`. The processes of a run use a `Channel` to decide together whether to run the
+next step. A process that waits longer than a time limit for another process raises an error."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _numbers = itertools.count()
 class PeersGone(RuntimeError):
     """Raised by `feed` if another process of the run is late or has ended.
 
-    The error message names the late or missing process. A process that receives `PeersGone` can exit without waiting
-    for the late or missing process.
+    The error message names the late or missing process. A process that receives `PeersGone` can
+    exit without waiting for the late or missing process.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.zeros(4)}, np.zeros((8, 4), "float32"))
@@ -49,17 +49,18 @@ class Closed(Exception):
 class Channel:
     """Lets several processes decide together whether to run the next step.
 
-    Before a step, each process writes its status to JAX's key-value store. The first process in `processes` reads every
-    status, and decides whether all processes run the step, end the loop or raise an error. All other processes wait
-    until the first process has written its decision (run, end or error) to the store. For each step, the first process
-    sends at least three requests to the store, and one more request to delete the entries of the previous step. Each
-    process except the first sends at least two requests to the store for each step.
+    Before a step, each process writes its status to JAX's key-value store. The first process in
+    `processes` reads every status, and decides whether all processes run the step, end the loop or
+    raise an error. All other processes wait until the first process has written its decision (run,
+    end or error) to the store. For each step, the first process sends at least three requests to
+    the store, and one more request to delete the entries of the previous step. Each process except
+    the first sends at least two requests to the store for each step.
 
     Args:
         processes: the indices of all processes, including this one.
         timeout: the number of seconds that a process waits for the slowest process.
-        decide: a function that maps {process: status} to the decision for all processes: `GO`, `END`, or the message of
-            an error that all processes raise.
+        decide: a function that maps {process: status} to the decision for all processes: `GO`,
+            `END`, or the message of an error that all processes raise.
     """
 
     def __init__(self, processes: list[int], timeout: float, decide):
@@ -73,8 +74,8 @@ class Channel:
     def agree(self, mine: str) -> str:
         """Returns the decision for all processes, as a string.
 
-        The decision is `GO` (all processes run the next step), `END` (all processes end the loop), or the message of an
-        error that all processes raise.
+        The decision is `GO` (all processes run the next step), `END` (all processes end the loop),
+        or the message of an error that all processes raise.
 
         Args:
             mine: the status of this process.
@@ -98,8 +99,8 @@ class Channel:
         return f"process {process}" + (f" ({host})" if host else "")
 
     def close(self, why: str = _LEFT) -> None:
-        """Tells the other processes that this process has left the loop, and why. If all processes have agreed to end
-        the loop, no message is sent."""
+        """Tells the other processes that this process has left the loop, and why. If all processes
+        have agreed to end the loop, no message is sent."""
         if not self.closed:
             self.closed = True
             if self.over:
@@ -108,8 +109,8 @@ class Channel:
                 self._say(why)
 
     def _end(self):
-        """Runs when the interpreter exits. Tells the other processes that this process has left, and whether an
-        exception was the reason."""
+        """Runs when the interpreter exits. Tells the other processes that this process has left,
+        and whether an exception was the reason."""
         error, self.closed = getattr(sys, "last_value", None), True
         if error is None:
             self._say(_LEFT)
@@ -137,8 +138,8 @@ class Channel:
             self._set(f"left/{self.me}", why)
 
     def leave(self, why: str = "has given up waiting") -> None:
-        """Does the same as `close`, but this process does not wait for other processes when it exits. Use `leave` if
-        other processes are late or gone."""
+        """Does the same as `close`, but this process does not wait for other processes when it
+        exits. Use `leave` if other processes are late or gone."""
         self.close(why)
         atexit.unregister(self._end)
         _jax.processes.leave()
@@ -184,11 +185,13 @@ class Channel:
         return verdict
 
     def _behind(self, missing, late):
-        """Returns an error if a process is late or has left the loop over batches, or None to continue waiting.
+        """Returns an error if a process is late or has left the loop over batches, or None to
+        continue waiting.
 
-        The list `missing` contains the processes for which this process waits. If processes in `missing` have left the
-        loop over batches, the error names only these processes. If no process in `missing` has left the loop over
-        batches, and the time limit has passed (`late` is True), the error names all processes in `missing`.
+        The list `missing` contains the processes for which this process waits. If processes in
+        `missing` have left the loop over batches, the error names only these processes. If no
+        process in `missing` has left the loop over batches, and the time limit has passed (`late`
+        is True), the error names all processes in `missing`.
         """
         left = self._list("left")
         if early := [p for p in missing if p in left]:
@@ -196,11 +199,13 @@ class Channel:
         return self.gone(missing, f"did not come within {self.timeout:g} s") if late else None
 
     def end_process(self, error: PeersGone, taken: threading.Event) -> None:
-        """Ends this process with a message on stderr if the main thread does not raise `error` within a time limit. A
-        main thread that is blocked in a step, waiting for a missing process, cannot raise an exception.
+        """Ends this process with a message on stderr if the main thread does not raise `error`
+        within a time limit. A main thread that is blocked in a step, waiting for a missing process,
+        cannot raise an exception.
 
-        If another process left the loop over batches without an exception, `end_process` waits for the main thread
-        without a time limit, because the main thread may still be computing its last step.
+        If another process left the loop over batches without an exception, `end_process` waits for
+        the main thread without a time limit, because the main thread may still be computing its
+        last step.
         """
         began, seconds = time.monotonic(), math.inf if _LEFT in str(error) else self.timeout
         while not taken.wait(_SLICE) and not self.closed:
@@ -234,7 +239,8 @@ class Channel:
             return None
 
     def _wait(self, key):
-        """Returns the value of a key in the key-value store, or None if the key is not set within `_SLICE` seconds."""
+        """Returns the value of a key in the key-value store, or None if the key is not set within
+        `_SLICE` seconds."""
         if self.closed:
             raise Closed
         try:
@@ -245,8 +251,8 @@ class Channel:
             return None
 
     def _last(self, seconds=_LINGER, *, stay=False):
-        """Waits up to `seconds` for the other processes to end. If `stay` is False, only the first process waits for
-        the others, because the first process runs JAX's key-value store."""
+        """Waits up to `seconds` for the other processes to end. If `stay` is False, only the first
+        process waits for the others, because the first process runs JAX's key-value store."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"ended/{self.me}", "")
             end = time.monotonic() + seconds

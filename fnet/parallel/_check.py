@@ -11,20 +11,22 @@ from fnet import _jax
 
 
 def shape(path, x):
-    """Returns the shape of a leaf and the dtype that it has in JAX. NumPy's float64 becomes float32 unless 64-bit types
-    are enabled."""
+    """Returns the shape of a leaf and the dtype that it has in JAX. NumPy's float64 becomes float32
+    unless 64-bit types are enabled."""
     try:
         made = jax.eval_shape(lambda x: x, x)
     except TypeError:
         raise TypeError(
-            f"plan: batch{jax.tree_util.keystr(path)} is a {type(x).__name__}; the leaves of a batch are "
+            f"plan: batch{jax.tree_util.keystr(path)} is a {type(x).__name__}; the leaves of a "
+            f"batch are "
             "arrays"
         ) from None
     return jax.ShapeDtypeStruct(made.shape, made.dtype)
 
 
 def rows(batch, chips: int) -> int:
-    """Returns the number of rows of a batch, after checking that it is a multiple of the number of devices."""
+    """Returns the number of rows of a batch, after checking that it is a multiple of the number of
+    devices."""
     found = 0
     for path, x in jax.tree.leaves_with_path(batch):
         if x.ndim and x.shape[0] % chips:
@@ -32,7 +34,8 @@ def rows(batch, chips: int) -> int:
             key = x.shape == (2,) and x.dtype == "uint32"
             hint = " (if it is a random key, use jax.random.key, which is a scalar)" if key else ""
             raise ValueError(
-                f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} rows, not a "
+                f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} "
+                f"rows, not a "
                 f"multiple of {chips} devices; use "
                 f"{' or '.join(str(n) for n in (below, below + chips) if n)} rows{hint}"
             )
@@ -58,14 +61,16 @@ def state(state, out):
     for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(out[0])):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             raise ValueError(
-                f"plan: state{jax.tree_util.keystr(path)} must keep its shape and dtype: init returns "
+                f"plan: state{jax.tree_util.keystr(path)} must keep its shape and dtype: init "
+                f"returns "
                 f"{x.dtype}{list(x.shape)}, and the step {y.dtype}{list(y.shape)}"
             )
 
 
 def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
-    """Returns the paths of the unused leaves of a tree. A leaf is unused if the jaxpr does not read the input variable
-    of the leaf. `inputs` are the jaxpr's input variables for the leaves of the tree.
+    """Returns the paths of the unused leaves of a tree. A leaf is unused if the jaxpr does not read
+    the input variable of the leaf. `inputs` are the jaxpr's input variables for the leaves of the
+    tree.
     """
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
@@ -74,7 +79,8 @@ def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
 
 
 def call(plan, state, batch) -> str | None:
-    """Returns the reason why a plan's step does not accept this state and batch, or None if it accepts them."""
+    """Returns the reason why a plan's step does not accept this state and batch, or None if it
+    accepts them."""
     if not plan.attached:
         return (
             f"this plan is for {plan.target}, which are not attached; use devices='local' to run it"
@@ -86,14 +92,16 @@ def call(plan, state, batch) -> str | None:
     for name, tree, wanted, _ in parts:
         if jax.tree.structure(tree) != jax.tree.structure(wanted):
             return (
-                f"the {name} has another structure than in the plan: {jax.tree.structure(tree)} and "
+                f"the {name} has another structure than in the plan: {jax.tree.structure(tree)} "
+                f"and "
                 f"{jax.tree.structure(wanted)}"
             )
     chips = math.prod(plan.mesh.shape[name] for name in plan.axes)
     for path, x in jax.tree.leaves_with_path(batch):
         if jnp.ndim(x) and jnp.shape(x)[0] % chips:
             return (
-                f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} rows, not a "
+                f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} "
+                f"rows, not a "
                 f"multiple of {chips} devices; parallel.feed pads short batches"
             )
     for name, tree, wanted, put in parts:
@@ -104,7 +112,8 @@ def call(plan, state, batch) -> str | None:
                 and not x.sharding.is_equivalent_to(where, x.ndim)
             ):
                 return (
-                    f"{name}{jax.tree_util.keystr(path)} does not have the plan's sharding, but {x.sharding}; call "
+                    f"{name}{jax.tree_util.keystr(path)} does not have the plan's sharding, but "
+                    f"{x.sharding}; call "
                     f"{put}"
                 )
     return None

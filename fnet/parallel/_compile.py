@@ -1,5 +1,5 @@
-"""Compiles a step for the devices of a plan, and reads from the compiled program how much memory it needs and which
-transfers between chips it contains."""
+"""Compiles a step for the devices of a plan, and reads from the compiled program how much memory it
+needs and which transfers between chips it contains."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ class Compiled(NamedTuple):
 
     Attributes:
         arguments: bytes of the program's arguments on each chip.
-        peak: bytes that the program needs on each chip, or None if the program does not fit into memory.
-        ledger: the transfers between chips, or None if the compiler does not return the HLO text of the program.
-        said: the error message of the compiler if the program does not fit into memory, or an empty string if it fits.
+        peak: bytes that the program needs on each chip, or None if the program does not fit into
+            memory.
+        ledger: the transfers between chips, or None if the compiler does not return the HLO text of
+            the program.
+        said: the error message of the compiler if the program does not fit into memory, or an empty
+            string if it fits.
     """
 
     arguments: int
@@ -59,8 +62,9 @@ def compiled(step, state, batch) -> Compiled:
 
 
 def _sent(program) -> Ledger | None:
-    """Returns the ledger (the transfers between chips) of a program, or None if the compiler does not return the HLO
-    text of the program. libtpu (the compiler for TPUs) does not return the HLO text of some large programs."""
+    """Returns the ledger (the transfers between chips) of a program, or None if the compiler does
+    not return the HLO text of the program. libtpu (the compiler for TPUs) does not return the HLO
+    text of some large programs."""
     try:
         text = program.as_text()
     except jax.errors.JaxRuntimeError:

@@ -1,5 +1,5 @@
-"""The minimum time of a step at the peak rates of the chips, the resource that limits this time, and the cost of the
-step in dollars and watt-hours."""
+"""The minimum time of a step at the peak rates of the chips, the resource that limits this time,
+and the cost of the step in dollars and watt-hours."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from fnet.parallel._targets import Target
 
 
 class Time(NamedTuple):
-    """The times, in seconds, that a step needs for computation, for memory traffic, and for transfers over the links
-    between chips, at the peak rates of the chips. A time is None if it is unknown. Computation, memory traffic and
-    transfers are assumed to overlap perfectly, so the longest of their times is the minimum time of the step."""
+    """The times, in seconds, that a step needs for computation, for memory traffic, and for
+    transfers over the links between chips, at the peak rates of the chips. A time is None if it is
+    unknown. Computation, memory traffic and transfers are assumed to overlap perfectly, so the
+    longest of their times is the minimum time of the step."""
 
     compute: float | None
     memory: float | None
@@ -54,11 +55,13 @@ def time(
         counted: FLOPs and bytes of the whole step.
         target: the devices.
         state: bytes of the state of one copy of the model.
-        persistent: bytes of the state in each chip's memory. Each chip is assumed to read and write the state once in a
-            step.
-        sent, between: bytes that a chip sends within its group (a slice or a machine), and between groups.
-        alike: the number of devices that repeat the same work. Devices along an axis of the mesh repeat the same work
-            if neither the batch nor a parameter is split over this axis. Default 1.
+        persistent: bytes of the state in each chip's memory. Each chip is assumed to read and write
+            the state once in a step.
+        sent, between: bytes that a chip sends within its group (a slice or a machine), and between
+            groups.
+        alike: the number of devices that repeat the same work. Devices along an axis of the mesh
+            repeat the same work if neither the batch nor a parameter is split over this axis.
+            Default 1.
     """
     chip, share = target.chip, target.chip.chips_of(target.count)
     by_scope = compute_seconds(counted, chip, share / alike, None)
@@ -77,17 +80,17 @@ def time(
 
 
 class Units(NamedTuple):
-    """The size of a batch: the unit in which it is counted, and the number of units. For example, ("tokens", 4096),
-    ("images", 32) or ("rows", 32)."""
+    """The size of a batch: the unit in which it is counted, and the number of units. For example,
+    ("tokens", 4096), ("images", 32) or ("rows", 32)."""
 
     name: str
     count: int
 
 
 def units(batch: Any) -> Units:
-    """Returns the size of a batch. A batch that contains an integer array [rows, time] is counted in tokens. A batch
-    that contains no tokens, but an array [rows, height, width, channels], is counted in images. A batch with neither
-    tokens nor images is counted in rows."""
+    """Returns the size of a batch. A batch that contains an integer array [rows, time] is counted
+    in tokens. A batch that contains no tokens, but an array [rows, height, width, channels], is
+    counted in images. A batch with neither tokens nor images is counted in rows."""
     leaves = jax.tree.leaves(batch)
     rows = max((x.shape[0] for x in leaves if x.ndim), default=1)
     tokens = max(
@@ -98,8 +101,8 @@ def units(batch: Any) -> Units:
 
 
 def price(target: Target, seconds: float, count: int) -> list[str]:
-    """Returns lines with the price and energy of a step and of a million units (tokens, images or rows). Unknown values
-    are omitted."""
+    """Returns lines with the price and energy of a step and of a million units (tokens, images or
+    rows). Unknown values are omitted."""
     chip: Chip = target.chip
     chips = chip.chips_of(target.count)
     hours = seconds / 3600 * chips
@@ -108,13 +111,15 @@ def price(target: Target, seconds: float, count: int) -> list[str]:
     if hourly:
         dollars = hours * hourly.usd
         said.append(
-            f"${dollars:.3g} a step, ${dollars / count * 1e6:.3g} a million UNITS (${hourly.usd:g} an hour and "
+            f"${dollars:.3g} a step, ${dollars / count * 1e6:.3g} a million UNITS (${hourly.usd:g} "
+            f"an hour and "
             f"chip, {hourly.date}, {hourly.source})"
         )
     if chip.power_watts:
         energy = hours * chip.power_watts
         said.append(
-            f"{energy:.3g} Wh a step, {energy / count * 1e6:.3g} Wh a million UNITS ({chip.power_watts:g} W a "
+            f"{energy:.3g} Wh a step, {energy / count * 1e6:.3g} Wh a million UNITS "
+            f"({chip.power_watts:g} W a "
             "chip)"
         )
     return said

@@ -1,9 +1,9 @@
-"""Estimates, from the jaxpr of a step, the memory and the transfers of the step on each chip. The estimate takes
-seconds and needs no compiler.
+"""Estimates, from the jaxpr of a step, the memory and the transfers of the step on each chip. The
+estimate takes seconds and needs no compiler.
 
-For each operation, the shardings of the outputs are derived from the shardings of the inputs. A value is live from the
-operation that produces it to the last operation that reads it. Values that a compiler would fuse into the operations
-that read them are not counted.
+For each operation, the shardings of the outputs are derived from the shardings of the inputs. A
+value is live from the operation that produces it to the last operation that reads it. Values that a
+compiler would fuse into the operations that read them are not counted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from fnet.parallel._ledger import Ledger, Transfer
 
 
 class Held(NamedTuple):
-    """An array that is live at the peak of memory use. `bytes` is the size of the array on a chip, `what` is a
-    description, and `line` is the source line that creates it."""
+    """An array that is live at the peak of memory use. `bytes` is the size of the array on a chip,
+    `what` is a description, and `line` is the source line that creates it."""
 
     bytes: int
     what: str
@@ -47,7 +47,8 @@ class Estimate(NamedTuple):
 
     Attributes:
         peak: the maximum number of bytes in use on a chip, including the arguments of the step.
-        ledger: the transfers between chips within a slice or machine, as a `Ledger` (a list of transfers).
+        ledger: the transfers between chips within a slice or machine, as a `Ledger` (a list of
+            transfers).
         between: the transfers between slices or machines.
         largest: the largest arrays at the peak, largest first.
     """
@@ -59,9 +60,10 @@ class Estimate(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How an array is split over the mesh. `rows` is the batch axis, which is split over the mesh axes "slice" and
-    "data". For arrays of the state, `data` is the axis that is split over the mesh axis "data". `more` contains a pair
-    (axis, mesh axis) for each axis that is split over a mesh axis other than "slice" and "data"."""
+    """How an array is split over the mesh. `rows` is the batch axis, which is split over the mesh
+    axes "slice" and "data". For arrays of the state, `data` is the axis that is split over the mesh
+    axis "data". `more` contains a pair (axis, mesh axis) for each axis that is split over a mesh
+    axis other than "slice" and "data"."""
 
     rows: int | None = None
     data: int | None = None
@@ -84,14 +86,16 @@ def estimate(
 
     Args:
         closed: the jaxpr of the step.
-        arguments: how each input of the jaxpr is split. The first inputs of the jaxpr are the leaves of the state.
-        mesh: the size of each mesh axis, {name: size}. The mesh axes "slice" and "data" split the batch. The other mesh
+        arguments: how each input of the jaxpr is split. The first inputs of the jaxpr are the
+        leaves of the state. mesh: the size of each mesh axis, {name: size}. The mesh axes "slice"
+        and "data" split the batch. The other mesh
             axes split the arrays for which sharding rules name these axes.
-        whole: whether each chip stores all parameters but only a part of the optimizer's state (ZeRO-1). Default False.
-        casts: whether the compiler casts the weights for all iterations of a loop before the loop, as compilers for
+        whole: whether each chip stores all parameters but only a part of the optimizer's state
+        (ZeRO-1). Default False. casts: whether the compiler casts the weights for all iterations of
+        a loop before the loop, as compilers for
             accelerators do. Default False.
-        kernels: "cuda" or "tpu" if the chip has attention kernels that never store the attention weights; otherwise
-            None (default).
+        kernels: "cuda" or "tpu" if the chip has attention kernels that never store the attention
+            weights; otherwise None (default).
     """
     jaxpr = closed.jaxpr
     walk = _Walk(mesh, kernels, whole, casts)
@@ -131,12 +135,13 @@ def estimate(
 
 
 class _Loop(NamedTuple):
-    """Properties of a loop. `once` is the number of times that a step starts the loop (not the number of iterations).
-    `same` contains the indices of the inputs of the body that are equal in all iterations. `summed` contains the sizes
-    (numbers of elements) of the loop's carries, except scalars. If a sum over the batch has as many elements as a carry
-    of the loop, the loop is assumed to accumulate this sum in the carry. The chips then add their partial sums only
-    once, after the loop. If `fused` is True, the compiler is assumed to fuse a matrix product with an elementwise
-    operation that is the only reader of the product's result."""
+    """Properties of a loop. `once` is the number of times that a step starts the loop (not the
+    number of iterations). `same` contains the indices of the inputs of the body that are equal in
+    all iterations. `summed` contains the sizes (numbers of elements) of the loop's carries, except
+    scalars. If a sum over the batch has as many elements as a carry of the loop, the loop is
+    assumed to accumulate this sum in the carry. The chips then add their partial sums only once,
+    after the loop. If `fused` is True, the compiler is assumed to fuse a matrix product with an
+    elementwise operation that is the only reader of the product's result."""
 
     once: int
     same: frozenset[int] = frozenset()
@@ -178,8 +183,8 @@ class _Walk:
         *,
         outermost=False,
     ):
-        """Estimates the peak memory of the operations of one jaxpr, without the inputs of the jaxpr. Returns the peak
-        number of bytes, and the arrays that are live at this peak."""
+        """Estimates the peak memory of the operations of one jaxpr, without the inputs of the
+        jaxpr. Returns the peak number of bytes, and the arrays that are live at this peak."""
         kept, values, same = Kept(frame, epilogues=loop.fused), dict(given), set(loop.same)
         inner: dict[int, tuple[int, list]] = {}
         extra: dict[int, int] = {}
@@ -188,7 +193,8 @@ class _Walk:
             splits = [NOWHERE if i is None else values[i][1] for i in op.ins]
             if all(i is None or i in same for i in op.ins):
                 same.update(op.outs)
-            # Inputs common to all iterations are gathered once. Accumulated sums are reduced over the chips at the end.
+            # Inputs common to all iterations are gathered once. Accumulated sums are reduced over
+            # the chips at the end.
             weights = [loop.once if i in same else times for i in op.ins]
             found, gathers = self.operation(op, splits, weights, times, loop, gathered)
             for i, v, split in zip(op.outs, op.eqn.outvars, found):
@@ -203,8 +209,8 @@ class _Walk:
     # Live arrays.
 
     def liveness(self, frame, kept, values, given, inner, extra, outermost):
-        """Finds the operation during which the number of live bytes is largest. Returns the peak number of live bytes,
-        and the arrays that are live at this peak."""
+        """Finds the operation during which the number of live bytes is largest. Returns the peak
+        number of live bytes, and the arrays that are live at this peak."""
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
         for op in reversed(kept.real):
@@ -259,9 +265,9 @@ class _Walk:
         return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
-        """Estimates the peak memory of each body of an operation. Returns the highest peak in bytes, and the arrays
-        that are live at this peak. The bodies of an operation are jaxprs, for example the body of a scan or the
-        branches of a `cond`."""
+        """Estimates the peak memory of each body of an operation. Returns the highest peak in
+        bytes, and the arrays that are live at this peak. The bodies of an operation are jaxprs, for
+        example the body of a scan or the branches of a `cond`."""
         worst = 0, []
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)
@@ -289,8 +295,9 @@ class _Walk:
         return worst
 
     def cast(self, frame, eqn, splits, ahead) -> int:
-        """Returns the number of bytes that the stacked weights of a scan need on a chip after a cast to the dtype of
-        the matrix products in the scan. Only weights that become smaller by the cast are counted."""
+        """Returns the number of bytes that the stacked weights of a scan need on a chip after a
+        cast to the dtype of the matrix products in the scan. Only weights that become smaller by
+        the cast are counted."""
         first, found = scan(eqn).consts + scan(eqn).carry, {}
         for op in frame.ops:
             if (multiplied := product(op.eqn)) is not None:
@@ -309,8 +316,8 @@ class _Walk:
         return self.kernels is None or refusal is None or refusal(self.kernels, eqn) is not None
 
     def stand_in(self, op, splits):
-        """Estimates the memory of a composite operation that is lowered to ordinary operations. Returns the peak number
-        of bytes, and the arrays that are live at this peak."""
+        """Estimates the memory of a composite operation that is lowered to ordinary operations.
+        Returns the peak number of bytes, and the arrays that are live at this peak."""
         sent = self.transfers, self.between
         self.transfers, self.between = [], []
         plain = description(op.eqn.primitive).plain(op.eqn)
@@ -323,10 +330,11 @@ class _Walk:
     # Shardings and transfers.
 
     def operation(self, op, splits, weights, times, loop, gathered):
-        """Returns the sharding of each output of an operation, and the bytes of the weights gathered for the operation.
+        """Returns the sharding of each output of an operation, and the bytes of the weights
+        gathered for the operation.
 
-        Before a matrix product of activations and sharded weights, the weights are gathered, because each chip needs
-        the complete weights.
+        Before a matrix product of activations and sharded weights, the weights are gathered,
+        because each chip needs the complete weights.
         """
         eqn, scope = op.eqn, op.scope
         rows = [split.rows for split in splits]
@@ -374,12 +382,14 @@ class _Walk:
                 self.reduced(
                     v.aval, final, scope, loop.once if v.aval.size in loop.summed else times
                 )
-            # With replicated parameters, gradients are replicated until the optimizer reads its part of them.
+            # With replicated parameters, gradients are replicated until the optimizer reads its
+            # part of them.
             found.append(split if self.whole else final)
         return found, temporary
 
     def reduced(self, aval, split, scope, times):
-        """Records the transfer for a sum over the batch: each chip has a partial sum, and the partial sums are
+        """Records the transfer for a sum over the batch: each chip has a partial sum, and the
+        partial sums are
         added."""
         local = self.bytes(aval, split)
         if self.data > 1:
@@ -391,9 +401,10 @@ class _Walk:
             self.between.append(Transfer("all-reduce", scope, local, self.slices, times))
 
     def further(self, eqn, splits, out_rows, scope, times):
-        """Returns `Split.more` for each output of an equation, that is, the axes of the output that are split over a
-        mesh axis other than "slice" and "data". If the contracted axis of a matrix product is split, the partial
-        results must be summed over the chips, and this transfer is recorded."""
+        """Returns `Split.more` for each output of an equation, that is, the axes of the output that
+        are split over a mesh axis other than "slice" and "data". If the contracted axis of a matrix
+        product is split, the partial results must be summed over the chips, and this transfer is
+        recorded."""
         names = {name for split in splits for _, name in split.more}
         found = [[] for _ in eqn.outvars]
         for name in sorted(names):
@@ -425,14 +436,15 @@ class _Walk:
 
 
 def _given(jaxpr, splits) -> dict[int, tuple[Any, Split]]:
-    """Returns the type and the sharding (a `Split`) of each constant and each input of a jaxpr. The constants are
-    replicated."""
+    """Returns the type and the sharding (a `Split`) of each constant and each input of a jaxpr. The
+    constants are replicated."""
     types = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
     return dict(enumerate(zip(types, [*[NOWHERE] * len(jaxpr.constvars), *splits])))
 
 
 def _inside(split: Split) -> Split:
-    """Returns the sharding of x[i], which is `x` without its first axis. `split` is the sharding of `x`."""
+    """Returns the sharding of x[i], which is `x` without its first axis. `split` is the sharding of
+    `x`."""
     return Split(
         before(split.rows),
         before(split.data),
@@ -441,10 +453,11 @@ def _inside(split: Split) -> Split:
 
 
 def _reshaped(eqn, axis, chips) -> int | None:
-    """Returns the index of the axis along which the result of a reshape is split over `chips` chips, or None if the
-    result is not split. `axis` is the axis along which the input of the reshape is split. The size of the split axis of
-    the result must be a multiple of the number of chips. The product of the sizes of all axes before the split axis
-    must be the same in the input and in the result."""
+    """Returns the index of the axis along which the result of a reshape is split over `chips`
+    chips, or None if the result is not split. `axis` is the axis along which the input of the
+    reshape is split. The size of the split axis of the result must be a multiple of the number of
+    chips. The product of the sizes of all axes before the split axis must be the same in the input
+    and in the result."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(old[:axis])
     places = [

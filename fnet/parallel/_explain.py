@@ -10,8 +10,8 @@ from fnet.parallel import _cost
 
 
 def table(plan) -> str:
-    """Returns a table of the compared strategies, with the reason why each strategy was selected or rejected. Every
-    number in the table is marked as exact, compiled or estimated."""
+    """Returns a table of the compared strategies, with the reason why each strategy was selected or
+    rejected. Every number in the table is marked as exact, compiled or estimated."""
     memory = plan.chip.memory_bytes and plan.chip.per_device.memory_bytes
     room = f"{memory / 2**30:,.1f} GiB each" if memory else "of unknown memory"
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
@@ -32,7 +32,8 @@ def table(plan) -> str:
     for name, size in plan.mesh.shape.items():
         if name not in working and size > 1:
             said += [
-                f"no rule uses the mesh axis {name}, so the {size} devices along it do the same work"
+                f"no rule uses the mesh axis {name}, so the {size} devices along it do the same "
+                f"work"
             ]
     said += _avoided(plan)
     if plan.unused:
@@ -48,7 +49,8 @@ def table(plan) -> str:
         said += [f"This is an estimate: {plan.target.why or 'nothing was compiled, as requested'}."]
     elif not plan.attached and plan.chip.kind == "gpu":
         said += [
-            "Compiled without a GPU: this shows the partitioning and the memory of the program, but not which "
+            "Compiled without a GPU: this shows the partitioning and the memory of the program, "
+            "but not which "
             "cuDNN kernels it would use."
         ]
     return "\n".join(said)
@@ -77,8 +79,8 @@ def _rows(plan) -> list[str]:
 
 
 def _sent(plan) -> list[str]:
-    """Returns one line for each strategy that fits into memory, with the bytes that each kind of collective sends. The
-    selected strategy is first."""
+    """Returns one line for each strategy that fits into memory, with the bytes that each kind of
+    collective sends. The selected strategy is first."""
     each = plan.chosen
     lines = []
     for one in sorted(plan.candidates, key=lambda one: one.options != plan.options):
@@ -109,14 +111,16 @@ def _sent(plan) -> list[str]:
             else (f"{each.compiled.arguments - each.arguments:+,} bytes from the prediction")
         )
         lines.append(
-            f"state and its part of the batch on each chip: {each.compiled.arguments / 2**20:,.2f} MiB "
+            f"state and its part of the batch on each chip: {each.compiled.arguments / 2**20:,.2f} "
+            f"MiB "
             f"(compiled), {same}"
         )
     return lines
 
 
 def _avoided(plan) -> list[str]:
-    """Returns a line for each kind of operation that XLA would divide wrongly over the mesh of the plan."""
+    """Returns a line for each kind of operation that XLA would divide wrongly over the mesh of the
+    plan."""
     lines = []
     for rows in dict.fromkeys(each.rows for each in plan.avoided):
         sizes = [each.nbytes for each in plan.avoided if each.rows == rows]
@@ -126,7 +130,8 @@ def _avoided(plan) -> list[str]:
         )
         count = f"{len(sizes)} equation{'s' * (len(sizes) > 1)}"
         lines.append(
-            f"not left to XLA ({names}): {wrong}: {count}, {sum(sizes):,} bytes held unsplit by each chip"
+            f"not left to XLA ({names}): {wrong}: {count}, {sum(sizes):,} bytes held unsplit by "
+            f"each chip"
         )
     return lines
 
@@ -139,7 +144,8 @@ def _costs(plan) -> list[str]:
         f"{name} {seconds_text(each)}" for name, each in zip(("compute", "memory", "links"), time)
     ]
     said = [
-        f"a step at the chips' peak rates (estimated): {seconds_text(time.seconds)}, bound by {time.bound} "
+        f"a step at the chips' peak rates (estimated): {seconds_text(time.seconds)}, bound by "
+        f"{time.bound} "
         f"({', '.join(parts)}), {units.count / time.seconds:,.0f} {units.name}/s at most"
     ]
     return said + [
@@ -159,7 +165,9 @@ def nothing_fits(target, judged, room, most) -> str:
     rows = next((rows for option, rows in reversed(most)), None)
     smaller = f" of at most {rows:,} rows (estimated)" if rows else ""
     return (
-        f"plan: nothing fits into {memory / 2**30:.1f} GiB on each of {target}; {least.strategy} needs least, "
-        f"{least.peak / 2**30:.1f} GiB ({how}); use a smaller batch{smaller}, ft.microbatch with a keyword "
+        f"plan: nothing fits into {memory / 2**30:.1f} GiB on each of {target}; {least.strategy} "
+        f"needs least, "
+        f"{least.peak / 2**30:.1f} GiB ({how}); use a smaller batch{smaller}, ft.microbatch with a "
+        f"keyword "
         f"microbatches of the step, or more devices. Its largest arrays (estimated): {largest}"
     )

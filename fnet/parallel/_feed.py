@@ -1,5 +1,5 @@
-"""feed: transfers the batches of each process to its devices. All batches have the same shape, and all processes run
-the same number of steps."""
+"""feed: transfers the batches of each process to its devices. All batches have the same shape, and
+all processes run the same number of steps."""
 
 from __future__ import annotations
 
@@ -22,53 +22,58 @@ _AHEAD = 2  # batches that are prepared in advance
 def feed(
     batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, timeout: float = 300.0
 ) -> Iterator[Any]:
-    """Yields batches for a step that runs on many devices. In a run of several processes, each process provides some of
-    the rows of each batch.
+    """Yields batches for a step that runs on many devices. In a run of several processes, each
+    process provides some of the rows of each batch.
 
         for batch in parallel.feed(batches, plan):
             state, metrics = step(state, batch)
 
-    Every batch that `feed` yields has the shape of the plan's batch, which is the batch that was passed to
-    `parallel.plan`. Therefore, the step is compiled only once. Each process provides a fixed share of the rows of every
-    batch, namely the rows that are stored on the devices of the process. If a batch has fewer rows than the process
-    must provide, such as the last batch of an epoch, `feed` pads the batch with copies of its last row.
-    `batch["weight"]`, a float32 array [rows], is 0 for the copied rows, so a mean with these weights ignores the
-    copies. If the plan's batch has the leaf "weight" and a given batch does not, `feed` adds this leaf, with the value
-    1 for the rows of the given batch.
+    Every batch that `feed` yields has the shape of the plan's batch, which is the batch that was
+    passed to `parallel.plan`. Therefore, the step is compiled only once. Each process provides a
+    fixed share of the rows of every batch, namely the rows that are stored on the devices of the
+    process. If a batch has fewer rows than the process must provide, such as the last batch of an
+    epoch, `feed` pads the batch with copies of its last row. `batch["weight"]`, a float32 array
+    [rows], is 0 for the copied rows, so a mean with these weights ignores the copies. If the plan's
+    batch has the leaf "weight" and a given batch does not, `feed` adds this leaf, with the value 1
+    for the rows of the given batch.
 
-    In a run of several processes, the processes communicate while the current step runs: they tell each other whether
-    they have a batch for the next step. If the step reads `batch["weight"]`, a process without further batches provides
-    rows of weight 0 until all processes have finished. In a run of one process, the calling thread transfers the next
-    batch while the device runs the previous step.
+    In a run of several processes, the processes communicate while the current step runs: they tell
+    each other whether they have a batch for the next step. If the step reads `batch["weight"]`, a
+    process without further batches provides rows of weight 0 until all processes have finished. In
+    a run of one process, the calling thread transfers the next batch while the device runs the
+    previous step.
 
     Args:
-        batches: an iterable of batches. A batch is a tree of NumPy arrays with the structure of the plan's batch, and
-            contains only the rows of this process. For reproducible results, the iterable must yield the batches in the
-            same order in every run. Leaves without axes, such as a PRNG key, must be equal in all processes. The
-            iterable may overwrite the arrays of a batch when its next batch is requested.
+        batches: an iterable of batches. A batch is a tree of NumPy arrays with the structure of the
+            plan's batch, and contains only the rows of this process. For reproducible results, the
+            iterable must yield the batches in the same order in every run. Leaves without axes,
+            such as a PRNG key, must be equal in all processes. The iterable may overwrite the
+            arrays of a batch when its next batch is requested.
         plan: the result of `parallel.plan`. Its devices must be attached.
-        drop_remainder: if True, batches with fewer rows than the process must provide are omitted instead of padded,
-            and the iteration ends as soon as one process has no more batches. Pass True if the step does not read
-            `batch["weight"]`. Default False.
-        timeout: the number of seconds that a process waits for the slowest process, including the time that the
-            slowest process needs to compile the step. Default 300.
+        drop_remainder: if True, batches with fewer rows than the process must provide are omitted
+            instead of padded, and the iteration ends as soon as one process has no more batches.
+            Pass True if the step does not read `batch["weight"]`. Default False.
+        timeout: the number of seconds that a process waits for the slowest process, including the
+            time that the slowest process needs to compile the step. Default 300.
 
     Yields:
         Trees of `jax.Array`s with the structure of the plan's batch and with the plan's shardings.
 
     Raises:
-        ValueError: a batch has more rows than this process must provide, or differs in leaves, shapes or dtypes from
-            the batch that was passed to `parallel.plan`. ValueError is also raised if a batch must be padded but the
-            step does not read `batch["weight"]`. If the shape of a leaf is wrong, the error message names the leaf, its
-            shape and the number of rows that this process must provide.
-        PeersGone: another process did not answer within `timeout` seconds, has ended, or has left the loop over the
-            batches. The error message names the other process. A process that is blocked in a step cannot raise
-            PeersGone, and therefore prints the message to stderr and exits.
+        ValueError: a batch has more rows than this process must provide, or differs in leaves,
+            shapes or dtypes from the batch that was passed to `parallel.plan`. ValueError is also
+            raised if a batch must be padded but the step does not read `batch["weight"]`. If the
+            shape of a leaf is wrong, the error message names the leaf, its shape and the number of
+            rows that this process must provide.
+        PeersGone: another process did not answer within `timeout` seconds, has ended, or has left
+            the loop over the batches. The error message names the other process. A process that is
+            blocked in a step cannot raise PeersGone, and therefore prints the message to stderr and
+            exits.
         TypeError: `batches` is not iterable.
 
-    Source: `jax.make_array_from_process_local_data`. If processes have unequal numbers of rows, PyTorch's
-    DistributedSampler repeats or drops examples. In PyTorch's context manager Join, a process without data still takes
-    part in collectives.
+    Source: `jax.make_array_from_process_local_data`. If processes have unequal numbers of rows,
+    PyTorch's DistributedSampler repeats or drops examples. In PyTorch's context manager Join, a
+    process without data still takes part in collectives.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.ones(3)}, jnp.ones((8, 3)), devices=jax.devices()[:1])
@@ -77,12 +82,14 @@ def feed(
     """
     if not plan.attached:
         raise ValueError(
-            f"feed: this plan is for {plan.mesh.size} x {plan.chip.name}, which are not attached; use "
+            f"feed: this plan is for {plan.mesh.size} x {plan.chip.name}, which are not attached; "
+            f"use "
             "devices='local' or jax.devices() to run it"
         )
     if not hasattr(batches, "__iter__"):
         raise TypeError(
-            f"feed: batches must be iterable, e.g. a list or a generator such as (batches(i) for i in "
+            f"feed: batches must be iterable, e.g. a list or a generator such as (batches(i) for i "
+            f"in "
             f"range(steps)); got {type(batches).__name__}"
         )
     if timeout <= 0:
@@ -131,8 +138,8 @@ def _together(batches, rows, processes, timeout):
 
 
 class _Peers:
-    """Provides the batches of this process in a run of several processes. A thread prepares each batch, and asks the
-    other processes whether they have a batch for the same step.
+    """Provides the batches of this process in a run of several processes. A thread prepares each
+    batch, and asks the other processes whether they have a batch for the same step.
     """
 
     def __init__(self, batches, rows, processes, timeout):
@@ -158,7 +165,8 @@ class _Peers:
                     me, at = self.channel.name(self.channel.me), self.channel.at
                     self.channel.leave(why)
                     raise PeersGone(
-                        f"feed: {me}, this one, {why}, at batch {at}, so the others stop waiting; check "
+                        f"feed: {me}, this one, {why}, at batch {at}, so the others stop waiting; "
+                        f"check "
                         "the source of its batches, or increase timeout="
                     ) from None
         if error is not None:
@@ -188,8 +196,9 @@ class _Peers:
                     return
 
     def agreed(self, batch, error):
-        """Decides together with the other processes whether to run a step. Returns (batch on the devices, None) to run
-        the step, (None, error) to raise an error, or (None, None) at the end."""
+        """Decides together with the other processes whether to run a step. Returns (batch on the
+        devices, None) to run the step, (None, error) to raise an error, or (None, None) at the
+        end."""
         said = (
             (BATCH if batch is not None else OUT)
             if error is None
@@ -221,6 +230,7 @@ class _Peers:
         if len(out) == len(said) or self.rows.drop:
             return END
         return (
-            f"feed: {name(out[0])} has no more batches after {at}, but others have; {self.rows.why}, so its rows "
+            f"feed: {name(out[0])} has no more batches after {at}, but others have; "
+            f"{self.rows.why}, so its rows "
             f"cannot be padded; {self.rows.choices}"
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# {name in the catalog: the properties that XLA reads from a device}. The values are from NVIDIA's white papers about
-# the architectures and from CUDA's device query.
+# {name in the catalog: the properties that XLA reads from a device}. The values are from NVIDIA's
+# white papers about the architectures and from CUDA's device query.
 CONFIGURATIONS = {
     "H100 SXM5 80GB": """
 gpu_device_info {

@@ -22,35 +22,38 @@ def initialize(
     heartbeat_timeout: int = 100,
     shutdown_timeout: int = 300,
 ) -> None:
-    """Connects this process with the other processes of a run. After the call, `jax.devices()` lists the devices of all
-    processes.
+    """Connects this process with the other processes of a run. After the call, `jax.devices()`
+    lists the devices of all processes.
 
         parallel.initialize()                                    # on TPU slices, with Slurm, Open MPI or Kubernetes
         parallel.initialize("10.0.0.1:1234", 16, process_id)     # elsewhere: each process passes its index
 
-    Every process must call `initialize` before any other use of JAX. `initialize` has no effect if the run has only one
-    process, or if the process called it before. Pass `coordinator_address`, `num_processes` and `process_id` together.
-    Omit all three arguments if JAX can detect their values (see `jax.distributed.initialize`).
+    Every process must call `initialize` before any other use of JAX. `initialize` has no effect if
+    the run has only one process, or if the process called it before. Pass `coordinator_address`,
+    `num_processes` and `process_id` together. Omit all three arguments if JAX can detect their
+    values (see `jax.distributed.initialize`).
 
     Args:
         coordinator_address: the address of process 0 as "host:port", such as "10.0.0.1:1234".
         num_processes: the number of processes in the run.
         process_id: the index of this process, from 0.
-        local_device_ids: the indices of the devices of this machine that this process uses. Default None: JAX selects
-            the devices.
-        initialization_timeout: the number of seconds within which all processes must start and connect. Default 600.
-        heartbeat_timeout: if a process sends no heartbeat for this number of seconds, JAX assumes that the process has
+        local_device_ids: the indices of the devices of this machine that this process uses. Default
+            None: JAX selects the devices.
+        initialization_timeout: the number of seconds within which all processes must start and
+        connect. Default 600. heartbeat_timeout: if a process sends no heartbeat for this number of
+        seconds, JAX assumes that the process has
             ended, and ends the other processes. Default 100.
-        shutdown_timeout: the number of seconds that a finished process waits for the other processes. Default 300.
+        shutdown_timeout: the number of seconds that a finished process waits for the other
+            processes. Default 300.
 
     Raises:
-        ValueError: `process_id` is out of range, the address is not host:port, or a timeout is less than 1. ValueError
-            is also raised if only one or two of `coordinator_address`, `num_processes` and `process_id` are given, and
-            JAX cannot detect the missing values.
+        ValueError: `process_id` is out of range, the address is not host:port, or a timeout is less
+            than 1. ValueError is also raised if only one or two of `coordinator_address`,
+            `num_processes` and `process_id` are given, and JAX cannot detect the missing values.
         RuntimeError: the process has already used JAX, or JAX cannot connect to process 0.
-        TimeoutError: not all processes connected within `initialization_timeout`. The error message names this process
-            and the address of process 0. If a timeout occurs in `jax.distributed.initialize`, JAX ends the process
-            without a TimeoutError.
+        TimeoutError: not all processes connected within `initialization_timeout`. The error message
+            names this process and the address of process 0. If a timeout occurs in
+            `jax.distributed.initialize`, JAX ends the process without a TimeoutError.
 
     >>> parallel.initialize()    # no effect in a run of one process
     """
@@ -74,7 +77,8 @@ def initialize(
     if 0 < len(missing) < 3 and not _jax.processes.cluster_size():
         there = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
         raise ValueError(
-            f"initialize: expected {' and '.join(missing)} together with {there}, because JAX detects no "
+            f"initialize: expected {' and '.join(missing)} together with {there}, because JAX "
+            f"detects no "
             "cluster here; pass all three, or none for a single process"
         )
     count = _jax.processes.cluster_size() if num_processes is None else num_processes
@@ -84,7 +88,8 @@ def initialize(
         _check(coordinator_address, num_processes, process_id)
     if _jax.processes.backend_is_up():
         raise RuntimeError(
-            "initialize: JAX is already initialized with the devices of this process; call initialize "
+            "initialize: JAX is already initialized with the devices of this process; call "
+            "initialize "
             "before creating an array and before jax.devices()"
         )
     which = (
@@ -110,7 +115,8 @@ def _check(address, processes, process):
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(
-            f"initialize: coordinator_address must be host:port, such as '10.0.0.1:1234'; got {address!r}"
+            f"initialize: coordinator_address must be host:port, such as '10.0.0.1:1234'; got "
+            f"{address!r}"
         )
     if not 0 <= process < processes:
         raise ValueError(
@@ -120,9 +126,9 @@ def _check(address, processes, process):
 
 
 def _join(which, address, first, seconds, options):
-    """Calls `jax.distributed.initialize` in a thread, and waits at most `seconds` for this thread. The timeout of
-    `jax.distributed.initialize` itself is longer, because after this timeout JAX ends the process without a helpful
-    message."""
+    """Calls `jax.distributed.initialize` in a thread, and waits at most `seconds` for this thread.
+    The timeout of `jax.distributed.initialize` itself is longer, because after this timeout JAX
+    ends the process without a helpful message."""
     failed: list[BaseException] = []
 
     def join():

@@ -31,10 +31,11 @@ class Transfer(NamedTuple):
     """One collective operation (a transfer between chips) of a compiled program or of an estimate.
 
     Attributes:
-        collective: the kind of the collective, such as "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or
-            "collective-permute".
-        scope: the path of the named scopes (`jax.named_scope`) that contain the operation, or "" if XLA does not state
-            the path. An operation of the backward pass has the path of the corresponding forward operation.
+        collective: the kind of the collective, such as "all-reduce", "all-gather",
+            "reduce-scatter", "all-to-all" or "collective-permute".
+        scope: the path of the named scopes (`jax.named_scope`) that contain the operation, or "" if
+            XLA does not state the path. An operation of the backward pass has the path of the
+            corresponding forward operation.
         bytes: the size in bytes of the collective's result on one chip.
         group: the number of chips that take part in the collective.
         times: the number of times that one run of the program runs this collective.
@@ -52,8 +53,9 @@ class Transfer(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """The number of bytes that one chip sends for this collective in one run of the program. The chips are assumed
-        to use the algorithm that sends the fewest bytes (Chan et al., 2007, Collective communication, section 4).
+        """The number of bytes that one chip sends for this collective in one run of the program.
+        The chips are assumed to use the algorithm that sends the fewest bytes (Chan et al., 2007,
+        Collective communication, section 4).
         """
         n = self.group
         share = {
@@ -67,7 +69,8 @@ class Transfer(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives (transfers between chips) of a program. The function `parallel.ledger` returns the
+    """All collectives (transfers between chips) of a program. The function `parallel.ledger`
+    returns the
     `Ledger` of a compiled program. `str()` returns a table of the collectives by kind and scope.
 
     Attributes:
@@ -87,8 +90,8 @@ class Ledger(NamedTuple):
 
     @property
     def bytes(self) -> dict[str, int]:
-        """A dict {kind of collective: bytes}. For each kind of collective, the dict contains the total size of the
-        results on one chip in one run of the program."""
+        """A dict {kind of collective: bytes}. For each kind of collective, the dict contains the
+        total size of the results on one chip in one run of the program."""
         found = collections.Counter()
         for transfer in self.transfers:
             found[transfer.collective] += transfer.bytes * transfer.times
@@ -115,8 +118,8 @@ class Ledger(NamedTuple):
 
 
 def ledger(program: jax.stages.Compiled | str) -> Ledger:
-    """Lists the collectives of a compiled program (its transfers between chips), with the bytes that each chip sends. A
-    collective in a loop is counted once for each iteration.
+    """Lists the collectives of a compiled program (its transfers between chips), with the bytes
+    that each chip sends. A collective in a loop is counted once for each iteration.
 
         print(parallel.ledger(jax.jit(step).lower(state, batch).compile()))
 
@@ -124,8 +127,9 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
         program: a compiled program, or the text of its HLO after partitioning.
 
     Returns:
-        A `Ledger`, which `print` shows as a table. If XLA does not know the number of iterations of a loop, the
-        collectives of one iteration are counted. For a conditional, the collectives of all branches are counted.
+        A `Ledger`, which `print` shows as a table. If XLA does not know the number of iterations of
+        a loop, the collectives of one iteration are counted. For a conditional, the collectives of
+        all branches are counted.
 
     Raises:
         ValueError: the text is not an HLO module.
@@ -145,7 +149,8 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
             bodies[name].append(line)
     if entry is None:
         raise ValueError(
-            f"ledger: expected the HLO of a compiled program; got text that begins with {text[:40]!r}"
+            f"ledger: expected the HLO of a compiled program; got text that begins with "
+            f"{text[:40]!r}"
         )
     default = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
     transfers: list[Transfer] = []
@@ -190,8 +195,9 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
 
 
 def _trips(line, bodies) -> int:
-    """Returns the number of iterations of a loop. The number of iterations is read from XLA's annotation or, without an
-    annotation, from the constant in the loop's condition. If neither exists, returns 1.
+    """Returns the number of iterations of a loop. The number of iterations is read from XLA's
+    annotation or, without an annotation, from the constant in the loop's condition. If neither
+    exists, returns 1.
     """
     if found := _TRIPS.search(line):
         return int(found[1])
@@ -208,7 +214,8 @@ def _bytes(shapes, collective, started):
         for dtype, dims in _ARRAY.findall(shapes)
     ]
     if started and collective in ("all-gather", "collective-permute") and len(sizes) > 1:
-        # The result of a start operation also lists its operands: (operands, results), and two counters for a permute.
+        # The result of a start operation also lists its operands: (operands, results), and two
+        # counters for a permute.
         sizes = sizes[1:2] if collective == "collective-permute" else sizes[len(sizes) // 2 :]
     return math.ceil(sum(sizes))
 

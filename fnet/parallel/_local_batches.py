@@ -1,4 +1,5 @@
-"""Pads this process's rows of each batch, and transfers the rows to the devices with the plan's shardings."""
+"""Pads this process's rows of each batch, and transfers the rows to the devices with the plan's
+shardings."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ class LocalBatches:
     """The part of a plan's batch that is on this process's devices.
 
     Attributes:
-        weighted: whether the step reads `batch["weight"]`. Short batches can be padded only if the step reads
-            `batch["weight"]`.
+        weighted: whether the step reads `batch["weight"]`. Short batches can be padded only if the
+            step reads `batch["weight"]`.
         drop: whether short batches are omitted instead of padded.
         why: a text for error messages that states why batches cannot be padded.
-        choices: a text for error messages that states what the user can do if batches cannot be padded.
+        choices: a text for error messages that states what the user can do if batches cannot be
+            padded.
     """
 
     def __init__(self, plan: Any, drop: bool):
@@ -48,7 +50,8 @@ class LocalBatches:
             f"the step does not read batch{path}" if has else f"the plan's batch has no {WEIGHT!r}"
         )
         self.choices = (
-            f"weight the loss by batch{path}, float32 [rows], in step and plan; or omit short batches "
+            f"weight the loss by batch{path}, float32 [rows], in step and plan; or omit short "
+            f"batches "
             "with drop_remainder=True; or use a number of rows and devices that every batch fills"
         )
         if has:
@@ -61,17 +64,19 @@ class LocalBatches:
                 )
 
     def fill(self, batch: Any, at: int, *, whole: bool = False) -> list | None:
-        """Returns the leaves of a batch, padded to the number of rows of this process, or None if the batch is omitted.
+        """Returns the leaves of a batch, padded to the number of rows of this process, or None if
+        the batch is omitted.
 
         Args:
             batch: the batch.
             at: the number of the batch, for error messages.
-            whole: whether the batch may contain the rows of all processes instead of only those of this process. If
-                `whole` is True and the batch contains the rows of all processes, `fill` selects the rows of this
-                process. Default False.
+            whole: whether the batch may contain the rows of all processes instead of only those of
+                this process. If `whole` is True and the batch contains the rows of all processes,
+                `fill` selects the rows of this process. Default False.
 
         Raises:
-            ValueError: the batch does not match the plan's batch, or the batch is short and cannot be padded.
+            ValueError: the batch does not match the plan's batch, or the batch is short and cannot
+                be padded.
         """
         leaves = self._leaves(batch)
         if (
@@ -100,26 +105,30 @@ class LocalBatches:
             ):
                 whole = [share, *wanted.shape[1:]] if wanted.shape else []
                 raise ValueError(
-                    f"feed: expected batch{path} to be {_dtype(wanted)}{whole} from this process, as in "
+                    f"feed: expected batch{path} to be {_dtype(wanted)}{whole} from this process, "
+                    f"as in "
                     f"the plan; got {dtype}{list(shape)}"
                 )
             if (lost := _wrapped(x)) is not None:
                 raise ValueError(
-                    f"feed: batch{path} holds {lost}, which does not fit into 32 bits: leave it out, or "
+                    f"feed: batch{path} holds {lost}, which does not fit into 32 bits: leave it "
+                    f"out, or "
                     "set jax.config.update('jax_enable_x64', True)"
                 )
             if share is None:
                 continue
             if shape[0] > share:
                 raise ValueError(
-                    f"feed: batch{path} of shape {shape} has {shape[0]} rows, but this process's share of "
+                    f"feed: batch{path} of shape {shape} has {shape[0]} rows, but this process's "
+                    f"share of "
                     f"the plan's {wanted.shape[0]} is {share}; pass {share} rows, or plan for more"
                 )
             if count is None:
                 count = (path, shape[0], share)
             elif shape[0] * count[2] != count[1] * share:
                 raise ValueError(
-                    f"feed: batch{path} has {shape[0]} rows and batch{count[0]} has {count[1]}; all "
+                    f"feed: batch{path} has {shape[0]} rows and batch{count[0]} has {count[1]}; "
+                    f"all "
                     "leaves of a batch must have the same number of rows"
                 )
             short |= shape[0] < share
@@ -127,7 +136,8 @@ class LocalBatches:
             return None
         if short and not self.weighted:
             raise ValueError(
-                f"feed: batch {at} has {count[1]} rows here, fewer than this process's share of {count[2]}"
+                f"feed: batch {at} has {count[1]} rows here, fewer than this process's share of "
+                f"{count[2]}"
                 f", and {self.why}, so it cannot be padded; {self.choices}"
             )
         if self.adds and leaves[self.at] is None:
@@ -144,8 +154,9 @@ class LocalBatches:
         return leaves
 
     def nothing(self) -> list:
-        """Returns a batch in which every row has weight 0. All leaves of the returned batch except `batch["weight"]`
-        are those of the previous batch, or zeros if there is no previous batch."""
+        """Returns a batch in which every row has weight 0. All leaves of the returned batch except
+        `batch["weight"]` are those of the previous batch, or zeros if there is no previous
+        batch."""
         leaves = self.last or [
             np.zeros(x.shape if share is None else (share, *x.shape[1:]), _dtype(x))
             for x, share in zip(self.wanted, self.shares)
@@ -169,9 +180,10 @@ class LocalBatches:
         return jax.tree.unflatten(self.structure, placed)
 
     def _leaves(self, batch):
-        """Returns the leaves of a batch, in the same order as the leaves of the plan's batch (the batch that was passed
-        to `parallel.plan`). If the plan's batch has the leaf "weight" and the given batch does not, the result contains
-        None for this leaf, and `fill` replaces None by an array of ones."""
+        """Returns the leaves of a batch, in the same order as the leaves of the plan's batch (the
+        batch that was passed to `parallel.plan`). If the plan's batch has the leaf "weight" and the
+        given batch does not, the result contains None for this leaf, and `fill` replaces None by an
+        array of ones."""
         leaves, structure = jax.tree.flatten(batch)
         if structure == self.structure:
             return leaves
@@ -182,7 +194,8 @@ class LocalBatches:
                 return leaves
         given = [f"batch{keystr(path)}" for path, _ in jax.tree.leaves_with_path(batch)]
         raise ValueError(
-            f"feed: expected {', '.join('batch' + path for path in self.paths)} as in the plan; got "
+            f"feed: expected {', '.join('batch' + path for path in self.paths)} as in the plan; "
+            f"got "
             f"{', '.join(given) or 'nothing'}"
         )
 
@@ -209,7 +222,8 @@ class LocalBatches:
 
 
 def _parts(leaf, place) -> list[tuple[int, int]] | None:
-    """Returns the ranges (begin, end) of a leaf's rows on this process's devices, or None if the leaf has no axes."""
+    """Returns the ranges (begin, end) of a leaf's rows on this process's devices, or None if the
+    leaf has no axes."""
     if not leaf.shape:
         return None
     indices = place.addressable_devices_indices_map(leaf.shape).values()
@@ -242,8 +256,9 @@ def _wrapped(x) -> int | None:
 
 
 def _own(x, wanted, place):
-    """Copies an array `x` if a CPU device could share its memory, because the user may overwrite `x` later. If the
-    memory of `x` is not aligned, JAX itself copies `x` to the CPU device, so `_own` need not copy it."""
+    """Copies an array `x` if a CPU device could share its memory, because the user may overwrite
+    `x` later. If the memory of `x` is not aligned, JAX itself copies `x` to the CPU device, so
+    `_own` need not copy it."""
     if not isinstance(x, np.ndarray) or not x.size:
         return x
     part = math.prod(place.shard_shape(wanted.shape)) * x.itemsize

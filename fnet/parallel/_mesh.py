@@ -12,13 +12,13 @@ from fnet.parallel._targets import Target
 
 
 def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
-    """Returns the mesh axes as {axis: length}: "slice" first, then "data", then the other axes in the requested order.
-    If the argument `asked` does not contain the axis "data", the length of this axis is the number of devices divided
-    by the product of the lengths of all other axes.
+    """Returns the mesh axes as {axis: length}: "slice" first, then "data", then the other axes in
+    the requested order. If the argument `asked` does not contain the axis "data", the length of
+    this axis is the number of devices divided by the product of the lengths of all other axes.
 
     Raises:
-        ValueError: the lengths of the mesh axes do not match the number of devices, or an axis has a name that is not
-            allowed.
+        ValueError: the lengths of the mesh axes do not match the number of devices, or an axis has
+            a name that is not allowed.
     """
     if asked is not None and not isinstance(asked, Mapping):
         raise TypeError(
@@ -28,7 +28,8 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
     open_ = [name for name, n in found.items() if n == -1]
     if len(open_) > 1 or any(n < 1 and n != -1 for n in found.values()):
         raise ValueError(
-            "plan: the mesh's axes must have lengths >= 1, or -1 for the remaining length of one axis; "
+            "plan: the mesh's axes must have lengths >= 1, or -1 for the remaining length of one "
+            "axis; "
             f"got {dict(found)}"
         )
     if "data" not in found:
@@ -47,7 +48,8 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
         found[open_[0]] = max(1, target.count // fixed)
     if math.prod(found.values()) != target.count:
         raise ValueError(
-            f"plan: mesh {dict(found)} needs {math.prod(found.values())} devices; {target.name!r} has "
+            f"plan: mesh {dict(found)} needs {math.prod(found.values())} devices; {target.name!r} "
+            f"has "
             f"{target.count}"
         )
     first = [name for name in ("slice", "data") if name in found]
@@ -55,7 +57,8 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
 
 
 def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
-    """Creates the mesh, with axes of type Auto. The mesh is an `AbstractMesh` if there are no devices to compile
+    """Creates the mesh, with axes of type Auto. The mesh is an `AbstractMesh` if there are no
+    devices to compile
     for."""
     names, shape, types = tuple(axes), tuple(axes.values()), (AxisType.Auto,) * len(axes)
     if target.devices is None:
@@ -66,7 +69,8 @@ def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
 
 
 def _on_torus(devices, shape, slices):
-    """Returns the devices in an order in which neighbors in the mesh are neighbors in the torus of each slice."""
+    """Returns the devices in an order in which neighbors in the mesh are neighbors in the torus of
+    each slice."""
     from jax.experimental import mesh_utils
 
     by_slice: dict[int, list] = {}

@@ -1,13 +1,14 @@
-"""Adds sharding constraints (pins) to a training step, so that its activations stay split along the batch axis.
+"""Adds sharding constraints (pins) to a training step, so that its activations stay split along the
+batch axis.
 
-If parameters are sharded and activations are unconstrained, XLA may gather activations and sum them over all chips,
-although gathering the parameters would send far fewer bytes. This module determines the batch axis of each value in the
-jaxpr. The module adds sharding constraints to the results of matrix products, convolutions and gathers. The model's
-code does not change.
+If parameters are sharded and activations are unconstrained, XLA may gather activations and sum them
+over all chips, although gathering the parameters would send far fewer bytes. This module determines
+the batch axis of each value in the jaxpr. The module adds sharding constraints to the results of
+matrix products, convolutions and gathers. The model's code does not change.
 
-If a loop accumulates a sum over the batch, such as the gradient of a weight that all iterations use, XLA reduces the
-sum over the chips in every iteration. This module accumulates a partial sum on each chip, and reduces the partial sums
-over the chips once, after the loop.
+If a loop accumulates a sum over the batch, such as the gradient of a weight that all iterations
+use, XLA reduces the sum over the chips in every iteration. This module accumulates a partial sum on
+each chip, and reduces the partial sums over the chips once, after the loop.
 """
 
 from __future__ import annotations
@@ -51,19 +52,20 @@ def pin(
     batch: int = 1,
     activations: bool = True,
 ) -> Callable:
-    """Returns a training step with sharding constraints that keep its activations split along the batch axis.
+    """Returns a training step with sharding constraints that keep its activations split along the
+    batch axis.
 
-    The sharding constraints are added to the results of matrix products, convolutions and gathers. If a loop
-    accumulates sums over the batch, each chip accumulates the sums over its own rows, and these sums are reduced over
-    the chips once, after the loop.
+    The sharding constraints are added to the results of matrix products, convolutions and gathers.
+    If a loop accumulates sums over the batch, each chip accumulates the sums over its own rows, and
+    these sums are reduced over the chips once, after the loop.
 
     Args:
-        step: a complete training step, a function of arrays. Sharding constraints are added in the forward pass and in
-            the backward pass of the step.
+        step: a complete training step, a function of arrays. Sharding constraints are added in the
+            forward pass and in the backward pass of the step.
         mesh: a mesh with axes of type Auto.
         axis: the mesh axis or axes over which the batch is split. Default "data".
-        batch: the index of the positional argument that is the batch. The first axis of each leaf of the batch is
-            split. Default 1.
+        batch: the index of the positional argument that is the batch. The first axis of each leaf
+            of the batch is split. Default 1.
         activations: whether activations are constrained. Default True.
     """
     interpreter = _Pins(mesh, axis, activations)
@@ -77,12 +79,14 @@ def pin(
 
 
 class Avoided(NamedTuple):
-    """An equation of a step that XLA would divide wrongly, and what each device holds because `plan` avoids this.
+    """An equation of a step that XLA would divide wrongly, and what each device holds because
+    `plan` avoids this.
 
     Attributes:
         rows: the rows of the table `fnet.jaxpr.misdivided.TABLE` that may apply.
         scope: the named scope of the equation.
-        nbytes: the bytes of the equation's arrays on each device, with the axes that must not be split.
+        nbytes: the bytes of the equation's arrays on each device, with the axes that must not be
+            split.
     """
 
     rows: tuple[misdivided.Row, ...]
@@ -93,8 +97,8 @@ class Avoided(NamedTuple):
 def avoided(
     closed: Any, mesh: Mesh, axis: str | tuple[str, ...], state: Any, batch: Any
 ) -> tuple[Avoided, ...]:
-    """Returns the equations of a step `(state, batch) -> ...` that XLA would divide wrongly over the mesh. `closed` is
-    the jaxpr of the step."""
+    """Returns the equations of a step `(state, batch) -> ...` that XLA would divide wrongly over
+    the mesh. `closed` is the jaxpr of the step."""
     if not any(misdivided.in_equation(eqn, mesh) for eqn in jaxpr.equations(closed.jaxpr)):
         return ()
     interpreter = _Pins(mesh, axis, False)
@@ -106,7 +110,8 @@ def avoided(
 
 
 def _rows(args, batch) -> list[int | None]:
-    """Returns for each array of the arguments the index of its batch axis, which is 0 in argument number `batch`."""
+    """Returns for each array of the arguments the index of its batch axis, which is 0 in argument
+    number `batch`."""
     return [
         0 if i == batch and leaf.ndim else None
         for i, arg in enumerate(args)
@@ -116,9 +121,9 @@ def _rows(args, batch) -> list[int | None]:
 
 
 class _Pins(Interpreter):
-    """Evaluates a jaxpr, and adds sharding constraints that keep activations split along the batch axis. The attribute
-    `note` of each value in the jaxpr is the index of its batch axis, `PARTIAL` for a partial sum over the batch, or
-    None."""
+    """Evaluates a jaxpr, and adds sharding constraints that keep activations split along the batch
+    axis. The attribute `note` of each value in the jaxpr is the index of its batch axis, `PARTIAL`
+    for a partial sum over the batch, or None."""
 
     def __init__(self, mesh, axis, activations):
         super().__init__()
@@ -189,10 +194,12 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
 
     def over_rows(self, eqn, at, inputs) -> list[Value] | None:
-        """Computes the gradient of a grouped convolution's kernel on the rows of each chip, and sums it over the chips.
-        Returns None if the rows are unknown, or not a multiple of the number of chips.
+        """Computes the gradient of a grouped convolution's kernel on the rows of each chip, and
+        sums it over the chips. Returns None if the rows are unknown, or not a multiple of the
+        number of chips.
 
-        XLA would gather the batch, and also sum over the mesh axes over which the batch is not split.
+        XLA would gather the batch, and also sum over the mesh axes over which the batch is not
+        split.
         """
         numbers = jaxpr.product(eqn).dimensions
         rows = (
@@ -223,7 +230,8 @@ class _Pins(Interpreter):
         return sum(nbytes(v.aval) // spread(note, axes) for v, axes, note in arrays if axes)
 
     def apart(self, eqn, inputs, notes) -> list[Value] | None:
-        """Runs attention in a shard_map over the rows of the batch, because XLA cannot partition a TPU kernel."""
+        """Runs attention in a shard_map over the rows of the batch, because XLA cannot partition a
+        TPU kernel."""
         refusal = jaxpr.description(eqn.primitive).refusal
         if refusal is None or not self.alone or self.chips == 1 or any(notes) or None in notes:
             return None
@@ -245,8 +253,8 @@ class _Pins(Interpreter):
         return [Value(y, 0) for y in mapped(*arrays)]
 
     def scan(self, eqn, at, inputs, notes):
-        """Evaluates a scan. The sharding of the carry of a loop is constrained before the loop and at the end of each
-        iteration.
+        """Evaluates a scan. The sharding of the carry of a loop is constrained before the loop and
+        at the end of each iteration.
 
         Partial sums over the batch are reduced once, after the loop.
         """
@@ -290,11 +298,12 @@ class _Pins(Interpreter):
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
     def ready(self, x, note, program, i):
-        """Gathers `x`, a constant of a scan, on all chips before the scan, or returns `x` unchanged.
+        """Gathers `x`, a constant of a scan, on all chips before the scan, or returns `x`
+        unchanged.
 
-        `x` is gathered only if three conditions are met. First, `x` is a weight of a matrix product, convolution or
-        gather in the scan. Second, the interpreter constrains activations (`self.activations`). Third, the batch is
-        split over all axes of the mesh (`self.alone`).
+        `x` is gathered only if three conditions are met. First, `x` is a weight of a matrix
+        product, convolution or gather in the scan. Second, the interpreter constrains activations
+        (`self.activations`). Third, the batch is split over all axes of the mesh (`self.alone`).
         """
         if (
             note is not None
@@ -314,7 +323,8 @@ class _Pins(Interpreter):
     # Partial sums.
 
     def evaluate(self, jaxpr, consts, args, outer, wanted):
-        """Partial sums among the outputs are reduced over the chips, unless the caller accepts partial sums."""
+        """Partial sums among the outputs are reduced over the chips, unless the caller accepts
+        partial sums."""
         outputs = super().evaluate(jaxpr, consts, args, outer, wanted)
         return [y if want == PARTIAL else self.whole(y) for y, want in zip(outputs, wanted)]
 
@@ -322,7 +332,8 @@ class _Pins(Interpreter):
         return Value(value.x.sum(0)) if value.note == PARTIAL else value
 
     def zeros(self, x):
-        """Returns the initial value of a partial sum, an array of zeros [chips, ...], with one row on each chip."""
+        """Returns the initial value of a partial sum, an array of zeros [chips, ...], with one row
+        on each chip."""
         return self.spread(jnp.zeros((self.chips, *x.shape), x.dtype))
 
     def spread(self, x):
@@ -330,8 +341,8 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def summed(self, parts, at, inside) -> frozenset[int]:
-        """Returns the indices of those carries of a scan that accumulate sums over the batch and are used for nothing
-        else."""
+        """Returns the indices of those carries of a scan that accumulate sums over the batch and
+        are used for nothing else."""
         if self.chips == 1:
             return frozenset()
         consts, carry, closed, program = parts.consts, parts.carry, parts.closed, parts.jaxpr
@@ -360,9 +371,10 @@ class _Pins(Interpreter):
         return found
 
     def partial(self, eqn, inputs) -> Value | None:
-        """Returns the output of a jaxpr equation if this output is a partial sum over the batch, and None otherwise. A
-        partial sum is a sum over only those rows of the batch that are on one chip. A matrix product that contracts the
-        batch axis can return partial sums. Sums, transposes and some casts of partial sums are also partial sums."""
+        """Returns the output of a jaxpr equation if this output is a partial sum over the batch,
+        and None otherwise. A partial sum is a sum over only those rows of the batch that are on one
+        chip. A matrix product that contracts the batch axis can return partial sums. Sums,
+        transposes and some casts of partial sums are also partial sums."""
         name, notes = eqn.primitive.name, [value.note for value in inputs]
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
@@ -376,9 +388,10 @@ class _Pins(Interpreter):
         return None
 
     def product(self, found, inputs) -> Value | None:
-        """Computes a matrix product that contracts the batch axis. Each chip contracts only its own rows, so each chip
-        has a partial sum. Returns None if the matrix product does not contract the batch axis, or if its result has a
-        dtype of fewer than 32 bits. Also returns None if the number of rows is not a multiple of the number of
+        """Computes a matrix product that contracts the batch axis. Each chip contracts only its own
+        rows, so each chip has a partial sum. Returns None if the matrix product does not contract
+        the batch axis, or if its result has a dtype of fewer than 32 bits. Also returns None if the
+        number of rows is not a multiple of the number of
         chips."""
         eqn, ((left, right), (left_batch, right_batch)) = found.eqn, found.dimensions
         rows = tuple(value.note for value in inputs[:2])
@@ -419,7 +432,8 @@ def _linear(eqn) -> bool:
 
 
 def _only_added_to(program, before, after) -> bool:
-    """Whether the body of a scan only adds a value to a carry, and does not use the carry in any other way."""
+    """Whether the body of a scan only adds a value to a carry, and does not use the carry in any
+    other way."""
     readers = [
         eqn for eqn in program.eqns for v in eqn.invars if v is before
     ]  # c + c reads c twice
@@ -435,7 +449,8 @@ def _only_added_to(program, before, after) -> bool:
 
 
 def _taken(program, v) -> bool:
-    """Whether a matrix product, convolution or gather reads a value, directly or after a cast or transpose."""
+    """Whether a matrix product, convolution or gather reads a value, directly or after a cast or
+    transpose."""
     for eqn in program.eqns:
         where = [i for i, each in enumerate(eqn.invars) if each is v]
         if not where:

@@ -42,80 +42,91 @@ def plan(
     rules: Mapping[str, tuple[str | None, ...]] | None = None,
     compile: bool = True,
 ) -> Plan:
-    """Selects a sharding strategy with which a step runs on many devices. The step is written for one device.
+    """Selects a sharding strategy with which a step runs on many devices. The step is written for
+    one device.
 
         plan = parallel.plan(step, init, batch)
         print(plan)
         state = plan.init(jax.random.key(0))
         step = plan.jit(step)
 
-    `plan` estimates from the jaxpr of the step how much memory each strategy needs, and how many bytes the chips send
-    to each other. If the step can be compiled for the devices, `plan` uses the memory and the number of sent bytes of
-    the compiled program instead of the estimates. The devices need not be attached, and no arrays are allocated.
+    `plan` estimates from the jaxpr of the step how much memory each strategy needs, and how many
+    bytes the chips send to each other. If the step can be compiled for the devices, `plan` uses the
+    memory and the number of sent bytes of the compiled program instead of the estimates. The
+    devices need not be attached, and no arrays are allocated.
 
-    `plan` first discards the strategies that do not fit into memory. Second, `plan` determines the smallest number of
-    bytes that any of the remaining strategies sends, and discards the strategies that send over 5 % more bytes than
-    this minimum. Third, `plan` discards each strategy whose estimated time is over 5 % longer than the shortest
-    estimated time of the remaining strategies. Finally, `plan` selects the simplest remaining strategy that needs at
-    most half of the memory of a device. If all remaining strategies need more than half of the memory of a device,
-    `plan` selects the remaining strategy that needs the least memory.
+    `plan` first discards the strategies that do not fit into memory. Second, `plan` determines the
+    smallest number of bytes that any of the remaining strategies sends, and discards the strategies
+    that send over 5 % more bytes than this minimum. Third, `plan` discards each strategy whose
+    estimated time is over 5 % longer than the shortest estimated time of the remaining strategies.
+    Finally, `plan` selects the simplest remaining strategy that needs at most half of the memory of
+    a device. If all remaining strategies need more than half of the memory of a device, `plan`
+    selects the remaining strategy that needs the least memory.
 
     The strategies are:
 
-    - "data": with data parallelism, each device has the whole state (the parameters and the state of the optimizer).
+    - "data": with data parallelism, each device has the whole state (the parameters and the state
+      of the optimizer).
 
-    - "zero1": the optimizer's state is split over the devices, but each device has all parameters (Rajbhandari et al.,
-      2020, ZeRO, stage 1).
+    - "zero1": the optimizer's state is split over the devices, but each device has all parameters
+      (Rajbhandari et al., 2020, ZeRO, stage 1).
 
-    - "fsdp": the parameters and the optimizer's state are split over the devices, and a parameter is gathered each time
-      the step uses it (ZeRO, stage 3; Zhao et al., 2023, PyTorch FSDP).
+    - "fsdp": the parameters and the optimizer's state are split over the devices, and a parameter
+      is gathered each time the step uses it (ZeRO, stage 3; Zhao et al., 2023, PyTorch FSDP).
 
-    - "fsdp+pins": the whole state is split as with "fsdp", and sharding constraints (pins) keep the activations split
-      along the batch axis. Without sharding constraints on the activations, XLA may sum activations over all chips
-      instead of gathering weights.
+    - "fsdp+pins": the whole state is split as with "fsdp", and sharding constraints (pins) keep the
+      activations split along the batch axis. Without sharding constraints on the activations, XLA
+      may sum activations over all chips instead of gathering weights.
 
-    Whether "fsdp" or "fsdp+pins" sends fewer bytes depends on the model, so the step is compiled with both. If no
-    strategy fits into memory, `plan` tries each strategy with "+remat": the backward pass recomputes activations, as
-    with `ft.rematerialize`. If no strategy with "+remat" fits into memory, `plan` also adds "+microbatches=N", where N
-    is 2, 4 or a larger power of two. With N microbatches, the batch is processed in N slices, one after another. For
-    microbatches, the step must have a keyword argument `microbatches` that it passes to `ft.microbatch`.
+    Whether "fsdp" or "fsdp+pins" sends fewer bytes depends on the model, so the step is compiled
+    with both. If no strategy fits into memory, `plan` tries each strategy with "+remat": the
+    backward pass recomputes activations, as with `ft.rematerialize`. If no strategy with "+remat"
+    fits into memory, `plan` also adds "+microbatches=N", where N is 2, 4 or a larger power of two.
+    With N microbatches, the batch is processed in N slices, one after another. For microbatches,
+    the step must have a keyword argument `microbatches` that it passes to `ft.microbatch`.
 
     Args:
         step: a function `step(state, batch) -> (state, metrics)`, written for one device.
-        init: a function `init(key) -> state`. The model's parameters must be `state.params`, `state["params"]` or
-            `state[0]`.
-        batch: a batch, or a tree of the shapes and dtypes of a batch. The first axis of each leaf contains the rows,
-            which are the examples of the batch. Leaves without axes, such as a key, have no rows.
-        devices: "local", a list of devices, or the name of devices that need not be attached. "local" means all devices
-            of this run. A name specifies a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs
-            ("h100:4x8" for four machines with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). Default
-            "local". To compile for TPUs that are not attached, install libtpu (`pip install 'fnet[tpu-plan]'`). With
-            JAX's CUDA plugin, `plan` can also compile for two types of GPUs that are not attached: A100 SXM4 80GB and
-            H100 SXM5 80GB. If the step cannot be compiled for the devices, the returned plan contains only estimates,
-            and the printed plan states this.
-        strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and "+microbatches=N". If
-            `strategy` is "auto", all strategies are compared. If `strategy` is "fsdp", the strategies "fsdp" and
-            "fsdp+pins" are compared. Default "auto".
-        mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. The batch is split over the axis
-            "data". The length of one axis may be -1. It is then computed from the number of devices. If `mesh` lacks
-            the axis "data", the length of this axis is computed from the number of devices. By default, all devices of
-            a TPU slice or GPU machine lie along "data", and the slices or machines lie along another axis, "slice". The
-            state is split over the devices of a slice or machine, and each slice or machine has a complete state.
-            Between slices or machines, only sums over the batch, such as gradients, are sent.
-        rules: rules for tensor parallelism, a dict. A key is a regular expression that matches the complete path of a
-            parameter, such as "blocks/fc/kernel". A value is a tuple that contains, for each axis of the parameter, the
-            name of the mesh axis over which this axis is split, or None. `parallel.rules` creates the dict `rules` from
-            the axis names that layers define. Default None (no rules).
-        compile: whether the step is compiled. If False, memory and transfers are only estimated. An estimate takes
-            seconds, for any number of chips. Default True.
+        init: a function `init(key) -> state`. The model's parameters must be `state.params`,
+            `state["params"]` or `state[0]`.
+        batch: a batch, or a tree of the shapes and dtypes of a batch. The first axis of each leaf
+            contains the rows, which are the examples of the batch. Leaves without axes, such as a
+            key, have no rows.
+        devices: "local", a list of devices, or the name of devices that need not be attached.
+            "local" means all devices of this run. A name specifies a slice of TPUs ("v5e:16x16", or
+            "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8" for four machines with eight GPUs each),
+            a chip ("RTX 3080"), or a system ("dgx-1"). Default "local". To compile for TPUs that
+            are not attached, install libtpu (`pip install 'fnet[tpu-plan]'`). With JAX's CUDA
+            plugin, `plan` can also compile for two types of GPUs that are not attached: A100 SXM4
+            80GB and H100 SXM5 80GB. If the step cannot be compiled for the devices, the returned
+            plan contains only estimates, and the printed plan states this.
+        strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and
+            "+microbatches=N". If `strategy` is "auto", all strategies are compared. If `strategy`
+            is "fsdp", the strategies "fsdp" and "fsdp+pins" are compared. Default "auto".
+        mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. The batch is split
+            over the axis "data". The length of one axis may be -1. It is then computed from the
+            number of devices. If `mesh` lacks the axis "data", the length of this axis is computed
+            from the number of devices. By default, all devices of a TPU slice or GPU machine lie
+            along "data", and the slices or machines lie along another axis, "slice". The state is
+            split over the devices of a slice or machine, and each slice or machine has a complete
+            state. Between slices or machines, only sums over the batch, such as gradients, are
+            sent.
+        rules: rules for tensor parallelism, a dict. A key is a regular expression that matches the
+            complete path of a parameter, such as "blocks/fc/kernel". A value is a tuple that
+            contains, for each axis of the parameter, the name of the mesh axis over which this axis
+            is split, or None. `parallel.rules` creates the dict `rules` from the axis names that
+            layers define. Default None (no rules).
+        compile: whether the step is compiled. If False, memory and transfers are only estimated. An
+            estimate takes seconds, for any number of chips. Default True.
 
     Returns:
         A `Plan`.
 
     Raises:
-        ValueError: the strategy or the chip is unknown, the number of rows is not a multiple of the number of devices,
-            a rule matches no parameter, the step changes the structure of the state, or no strategy fits into memory.
-            If no strategy fits into memory, the error message lists the largest arrays.
+        ValueError: the strategy or the chip is unknown, the number of rows is not a multiple of the
+            number of devices, a rule matches no parameter, the step changes the structure of the
+            state, or no strategy fits into memory. If no strategy fits into memory, the error
+            message lists the largest arrays.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -194,8 +205,8 @@ class Traced:
 
 
 class Drafts:
-    """Creates a plan for each of several strategies, and determines the memory, transfers and time of each strategy.
-    Also determines which strategies fit into memory."""
+    """Creates a plan for each of several strategies, and determines the memory, transfers and time
+    of each strategy. Also determines which strategies fit into memory."""
 
     def __init__(self, chips, axes, places, state, batch, traced, rules, init):
         self.chips, self.axes, self.places, self.state, self.batch = (
@@ -274,8 +285,9 @@ class Drafts:
         )
 
     def compared(self, rung: list[Strategy], compile: bool) -> list[Candidate]:
-        """Compares the strategies in the list `rung`, and returns a candidate (a strategy with its costs) for each
-        strategy. The field `verdict` of a candidate is "" if `plan` may select the candidate."""
+        """Compares the strategies in the list `rung`, and returns a candidate (a strategy with its
+        costs) for each strategy. The field `verdict` of a candidate is "" if `plan` may select the
+        candidate."""
         estimated = [self.candidate(option) for option in rung]
         if not compile or self.chips.devices is None:
             free = lambda option: option.state == "fsdp" and not option.pins
@@ -340,8 +352,9 @@ class Drafts:
 
     @functools.lru_cache(None)  # noqa: B019
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """Returns pairs (strategy, largest number of rows that fits on one chip). The result has a pair (strategy,
-        rows) for "data", "data+remat" and, if the step supports microbatches, "data+remat+microbatches=8"."""
+        """Returns pairs (strategy, largest number of rows that fits on one chip). The result has a
+        pair (strategy, rows) for "data", "data+remat" and, if the step supports microbatches,
+        "data+remat+microbatches=8"."""
         if not self.memory:
             return ()
         options = [Strategy("data"), Strategy("data", remat=True)]
@@ -351,12 +364,13 @@ class Drafts:
         return tuple((option, self.rows(option)) for option in options)
 
     def rows(self, option: Strategy) -> int:
-        """Returns the largest number of rows of a batch with which the given strategy fits into the memory of the
-        devices.
+        """Returns the largest number of rows of a batch with which the given strategy fits into the
+        memory of the devices.
 
-        Peak memory is roughly linear in the number of rows. The search therefore interpolates linearly between two
-        numbers of rows that it has tried: the largest number that fits into memory, and the smallest number that does
-        not fit. If all or none of the tried numbers fit, the search extrapolates from two of these numbers.
+        Peak memory is roughly linear in the number of rows. The search therefore interpolates
+        linearly between two numbers of rows that it has tried: the largest number that fits into
+        memory, and the smallest number that does not fit. If all or none of the tried numbers fit,
+        the search extrapolates from two of these numbers.
         """
 
         def peak(rows):
@@ -405,20 +419,21 @@ def _unpadded(tree, shardings) -> int:
 
 
 def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
-    """Estimates the memory and transfers of a plan's step on each device, for a batch with any number of rows.
+    """Estimates the memory and transfers of a plan's step on each device, for a batch with any
+    number of rows.
 
     Args:
         plan: the plan.
         step: the step that was passed to `parallel.plan`.
-        state, batch: trees of shapes. The number of rows of the batch must be a multiple of the number of devices times
-            the number of microbatches.
+        state, batch: trees of shapes. The number of rows of the batch must be a multiple of the
+            number of devices times the number of microbatches.
     """
     return _estimated(plan, jax.make_jaxpr(plan.options.applied(step))(state, batch), state, batch)
 
 
 def _estimated(plan, closed, state, batch) -> Estimate:
-    """Estimates the memory and transfers of a plan's step on each device. The estimated peak memory is at least the
-    size of the padded arguments of the step."""
+    """Estimates the memory and transfers of a plan's step on each device. The estimated peak memory
+    is at least the size of the padded arguments of the step."""
     chip, axes = plan.chip, dict(plan.mesh.shape)
     alone = all(n == 1 for name, n in axes.items() if name not in ("slice", "data"))
     cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
@@ -446,9 +461,9 @@ def _split(spec) -> Split:
 
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
-    """Selects a candidate (a strategy with its costs) that fits into memory, or returns None. If candidates were
-    compiled, only compiled candidates are considered. The function applies the criteria that the docstring of `plan`
-    describes."""
+    """Selects a candidate (a strategy with its costs) that fits into memory, or returns None. If
+    candidates were compiled, only compiled candidates are considered. The function applies the
+    criteria that the docstring of `plan` describes."""
     fit = [each for each in judged if not each.verdict]
     fit = [each for each in fit if each.compiled] or fit
     if not fit:
@@ -490,7 +505,8 @@ def _verdict(each, best, judged):
 
 
 def _merit(best: Candidate, other: Candidate) -> str:
-    """Returns a text that states the advantage of `best` over another strategy that sends about as many bytes."""
+    """Returns a text that states the advantage of `best` over another strategy that sends about as
+    many bytes."""
     if (other.time.seconds or 0) > CLOSE * (best.time.seconds or 0):
         return "takes less time at best"
     return "needs less memory" if other.peak > best.peak else "is simpler"

@@ -1,4 +1,5 @@
-"""The user's sharding rules. A sharding rule states over which mesh axes the axes of a parameter are split."""
+"""The user's sharding rules. A sharding rule states over which mesh axes the axes of a parameter
+are split."""
 
 from __future__ import annotations
 
@@ -12,22 +13,25 @@ Rules = Mapping[str, tuple[str | None, ...]]
 
 
 def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...]]:
-    """Creates the argument `rules` of `plan` from logical axis names, the names that layers give to the axes of their
-    parameters.
+    """Creates the argument `rules` of `plan` from logical axis names, the names that layers give to
+    the axes of their parameters.
 
         plan = parallel.plan(step, init, batch, mesh={"data": -1, "tensor": 4},
-                             rules=parallel.rules(model.spec(x)[0], {"heads": "tensor", "mlp": "tensor"}))
+                             rules=parallel.rules(model.spec(x)[0], {"heads": "tensor", "mlp":
+                             "tensor"}))
 
     Args:
-        spec: the first result of `model.spec(x)`, a tree of `ParamSpec`s that describe the parameters of the model.
-        axes: {logical axis name: mesh axis}. If the logical name of a parameter's axis is a key of `axes`, this axis is
-            split over the corresponding mesh axis. If several axes of a parameter would be split over the same mesh
-            axis, only the first of these axes is split.
+        spec: the first result of `model.spec(x)`, a tree of `ParamSpec`s that describe the
+        parameters of the model. axes: {logical axis name: mesh axis}. If the logical name of a
+        parameter's axis is a key of `axes`, this axis is
+            split over the corresponding mesh axis. If several axes of a parameter would be split
+            over the same mesh axis, only the first of these axes is split.
 
     Returns:
-        A dict with a rule for each parameter that has an axis with one of the names in `axes`. A key is the path of a
-        parameter, in which special characters of regular expressions are escaped. A value is a tuple that contains, for
-        each axis of the parameter, the name of a mesh axis or None.
+        A dict with a rule for each parameter that has an axis with one of the names in `axes`. A
+        key is the path of a parameter, in which special characters of regular expressions are
+        escaped. A value is a tuple that contains, for each axis of the parameter, the name of a
+        mesh axis or None.
 
     Raises:
         ValueError: a logical axis name in `axes` occurs in no parameter.
@@ -48,7 +52,8 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
     for name in axes:
         if name not in seen:
             raise ValueError(
-                f"rules: no parameter has an axis named {name!r}; there are {', '.join(sorted(seen))}"
+                f"rules: no parameter has an axis named {name!r}; there are "
+                f"{', '.join(sorted(seen))}"
             )
     return found
 
@@ -63,13 +68,13 @@ def path_of(path) -> str:
 def applied(
     rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: Mapping[str, int]
 ) -> dict[str, tuple]:
-    """Returns a dict {path of a parameter: spec} for the parameters that match a sharding rule. A spec contains, for
-    each axis of the parameter, a mesh axis or None.
+    """Returns a dict {path of a parameter: spec} for the parameters that match a sharding rule. A
+    spec contains, for each axis of the parameter, a mesh axis or None.
 
     Raises:
-        ValueError: a pattern matches no parameter, two patterns match the same parameter, a spec has more axes than the
-            parameter, a spec contains an unknown or repeated mesh axis, or the size of an axis is not a multiple of the
-            length of its mesh axis.
+        ValueError: a pattern matches no parameter, two patterns match the same parameter, a spec
+            has more axes than the parameter, a spec contains an unknown or repeated mesh axis, or
+            the size of an axis is not a multiple of the length of its mesh axis.
     """
     found: dict[str, tuple[str, tuple]] = {}
     for pattern, spec in rules.items():
@@ -90,7 +95,8 @@ def applied(
         for path, shape in mine:
             if path in found:
                 raise ValueError(
-                    f"plan: two rules match {path} {list(shape)}: {found[path][0]!r} and {pattern!r}; "
+                    f"plan: two rules match {path} {list(shape)}: {found[path][0]!r} and "
+                    f"{pattern!r}; "
                     "expected one for each parameter"
                 )
             _check(pattern, spec, path, shape, mesh)
@@ -101,7 +107,8 @@ def applied(
 def _check(pattern, spec, path, shape, mesh):
     if len(spec) > len(shape):
         raise ValueError(
-            f"plan: the rule {pattern!r}: {spec} is for {len(spec)} axes, but {path} {list(shape)} has "
+            f"plan: the rule {pattern!r}: {spec} is for {len(spec)} axes, but {path} {list(shape)} "
+            f"has "
             f"{len(shape)}"
         )
     named = [name for name in spec if name is not None]
@@ -121,6 +128,7 @@ def _check(pattern, spec, path, shape, mesh):
         if name is not None and size % mesh[name]:
             nearest = next(n for n in range(mesh[name], 0, -1) if size % n == 0)
             raise ValueError(
-                f"plan: the rule {pattern!r} splits axis {axis} of {path} {list(shape)} over {name!r}, "
+                f"plan: the rule {pattern!r} splits axis {axis} of {path} {list(shape)} over "
+                f"{name!r}, "
                 f"but {size} is not a multiple of {mesh[name]}; use {name}={nearest}"
             )

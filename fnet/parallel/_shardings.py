@@ -1,4 +1,5 @@
-"""The shardings of a training state: the axis along which each leaf is split, or the reason why it is not split."""
+"""The shardings of a training state: the axis along which each leaf is split, or the reason why it
+is not split."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _KEEPS = frozenset(
 
 
 class Layout(NamedTuple):
-    """`specs` is the tree of the partition specs of a state. `whole` is a list with a tuple (path, shape, reason) for
-    each leaf that is replicated because it cannot be split."""
+    """`specs` is the tree of the partition specs of a state. `whole` is a list with a tuple (path,
+    shape, reason) for each leaf that is replicated because it cannot be split."""
 
     specs: Any
     whole: list
@@ -31,24 +32,26 @@ class Layout(NamedTuple):
 def layout(
     state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None
 ) -> Layout:
-    """Returns the partition specs of a state. If `kind` is "data", no leaf is split. If `kind` is "zero1", all leaves
-    except parameters are split. If `kind` is "fsdp", all leaves are split. Small leaves and leaves without a suitable
-    axis are replicated.
+    """Returns the partition specs of a state. If `kind` is "data", no leaf is split. If `kind` is
+    "zero1", all leaves except parameters are split. If `kind` is "fsdp", all leaves are split.
+    Small leaves and leaves without a suitable axis are replicated.
 
-    An array is split along the largest axis whose size is a multiple of `chips`. If several axes have the largest size,
-    the array is split along the last of these axes. An array is never split along an axis that a sharding rule already
-    splits. An array is also never split along an axis over which a scan runs, because each iteration of the scan would
-    need a transfer. Leaves of the optimizer's state that belong to a parameter, such as its moments, are split like
-    this parameter. An implicit array, such as a quantized array, consists of an array of values and an array of scales.
-    The scales of an implicit array are split along the same axis as its values if the number of scales along this axis
-    is a multiple of `chips`.
+    An array is split along the largest axis whose size is a multiple of `chips`. If several axes
+    have the largest size, the array is split along the last of these axes. An array is never split
+    along an axis that a sharding rule already splits. An array is also never split along an axis
+    over which a scan runs, because each iteration of the scan would need a transfer. Leaves of the
+    optimizer's state that belong to a parameter, such as its moments, are split like this
+    parameter. An implicit array, such as a quantized array, consists of an array of values and an
+    array of scales. The scales of an implicit array are split along the same axis as its values if
+    the number of scales along this axis is a multiple of `chips`.
 
     Args:
         state: a tree of shapes.
         kind: "data", "zero1" or "fsdp".
         chips: number of chips that share the state.
         scanned: paths of the leaves that a scan slices along their first axis.
-        ruled: a dict {path of a parameter: its partition spec}, derived from the user's sharding rules. Default None.
+        ruled: a dict {path of a parameter: its partition spec}, derived from the user's sharding
+            rules. Default None.
     """
     leaves, structure = jax.tree.flatten_with_path(state)
     model = {path: leaf.shape for path, leaf in leaves if is_parameter(path, state)}
@@ -100,7 +103,8 @@ def _spec(shape, chips, mine, *, first):
 
 
 def _beside(tree, path) -> dict:
-    """Returns a dict {path of an array of scales: path of the array of values}. The dict contains these paths for
+    """Returns a dict {path of an array of scales: path of the array of values}. The dict contains
+    these paths for
     each implicit array of the tree that has scales, such as a quantized array."""
     found = {}
     for inner, leaf in jax.tree.leaves_with_path(
@@ -114,8 +118,8 @@ def _beside(tree, path) -> dict:
 
 
 def is_parameter(path, state) -> bool:
-    """Whether a leaf is a parameter. Parameters are in `state.params`, in `state["params"]`, or in the first item of a
-    tuple."""
+    """Whether a leaf is a parameter. Parameters are in `state.params`, in `state["params"]`, or in
+    the first item of a tuple."""
     if not path:
         return False
     return path_of(path[:1]) == (

@@ -23,8 +23,8 @@ _OPTIONS = Strategy("data"), Strategy("data", remat=True)
 
 
 class Figure(NamedTuple):
-    """A value as text, and its basis, which states how the value is known: "exact", "published", "derived", "estimated"
-    or "unverified". If the value is not a number, `basis` is ""."""
+    """A value as text, and its basis, which states how the value is known: "exact", "published",
+    "derived", "estimated" or "unverified". If the value is not a number, `basis` is ""."""
 
     text: str
     basis: str = ""
@@ -32,22 +32,25 @@ class Figure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnChips:
-    """A column of the table that `compare` returns: the estimated properties of a training step on one kind of chips.
+    """A column of the table that `compare` returns: the estimated properties of a training step on
+    one kind of chips.
 
     Attributes:
         name: the name of the chips that was passed to `compare`.
         target: the kind and the number of the chips.
         policy: the dtypes that `hardware.policy` selects for the chips, a `hardware.Policy`.
         count: the FLOPs and bytes of the step, a `hardware.Count`.
-        time: the times of a step at the chips' peak rates. `time.seconds` is a lower bound on the time of a step.
-        peak: the estimated number of bytes that the step needs on each JAX device.
+        time: the times of a step at the chips' peak rates. `time.seconds` is a lower bound on the
+        time of a step. peak: the estimated number of bytes that the step needs on each JAX device.
         memory: the bytes of memory of each JAX device, or None if unknown.
-        rows: two estimates of the largest number of rows in a batch with which the step fits into memory: without and
-            with `ft.rematerialize`. `rows` is None if the size of the memory is unknown.
-        units: the unit in which the size of a batch is stated, and the number of units in a batch, such as ("images",
-            32).
+        rows: two estimates of the largest number of rows in a batch with which the step fits into
+            memory: without and with `ft.rematerialize`. `rows` is None if the size of the memory is
+            unknown.
+        units: the unit in which the size of a batch is stated, and the number of units in a batch,
+            such as ("images", 32).
         watts: the power of all chips together in watts, or None if unknown.
-        values: for each known price of the chips, a `hardware.Value`, which contains the FLOP per dollar at this price.
+        values: for each known price of the chips, a `hardware.Value`, which contains the FLOP per
+            dollar at this price.
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -71,21 +74,22 @@ class OnChips:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step, without `ft.rematerialize`, fits into the memory of each JAX device. The value is None if
-        the size of the device memory is unknown."""
+        """Whether the step, without `ft.rematerialize`, fits into the memory of each JAX device.
+        The value is None if the size of the device memory is unknown."""
         return None if self.memory is None else self.peak <= ROOM * self.memory
 
     def watt_hours(self, steps: float) -> float | None:
-        """Returns the energy of `steps` steps in watt-hours. Each step is assumed to take `time.seconds` (a lower
-        bound), and the chips are assumed to use their full power. The result is None if the power or the time is
-        unknown."""
+        """Returns the energy of `steps` steps in watt-hours. Each step is assumed to take
+        `time.seconds` (a lower bound), and the chips are assumed to use their full power. The
+        result is None if the power or the time is unknown."""
         if self.watts is None or not self.time.seconds:
             return None
         return self.watts * self.time.seconds * steps / 3600
 
     def dollars(self, steps: float) -> float | None:
-        """Returns the cost of renting the chips for `steps` steps, in dollars. Each step is assumed to take
-        `time.seconds`, a lower bound on its time. The result is None if the price per hour or the time is unknown."""
+        """Returns the cost of renting the chips for `steps` steps, in dollars. Each step is assumed
+        to take `time.seconds`, a lower bound on its time. The result is None if the price per hour
+        or the time is unknown."""
         hourly = next((value.price.usd for value in self.values if value.price.per == "hour"), None)
         if hourly is None or not self.time.seconds:
             return None
@@ -93,8 +97,8 @@ class OnChips:
 
     @property
     def _priced(self) -> float:
-        """The number by which a price is multiplied: 1 if `name` is a system with its own price, otherwise the number
-        of chips."""
+        """The number by which a price is multiplied: 1 if `name` is a system with its own price,
+        otherwise the number of chips."""
         return (
             1
             if self.name in hw.systems and hw.systems[self.name].prices
@@ -102,10 +106,11 @@ class OnChips:
         )
 
     def figures(self, steps: float, period: str) -> dict[str, Figure]:
-        """Returns the column of the comparison table for one kind of chips, as a dict {quantity: `Figure`}. Each
-        `Figure` contains the value of the quantity as text, and a word that states how this value is known, such as
-        "estimated". Energy and rental cost are given for `steps` steps. `period` is the text with which the table
-        describes the number of steps, such as "1,000 steps"."""
+        """Returns the column of the comparison table for one kind of chips, as a dict {quantity:
+        `Figure`}. Each `Figure` contains the value of the quantity as text, and a word that states
+        how this value is known, such as "estimated". Energy and rental cost are given for `steps`
+        steps. `period` is the text with which the table describes the number of steps, such as
+        "1,000 steps"."""
         chip, time = self.target.chip, self.time
         peak = chip.peak(self.count.dtype) if self.count.dtype else None
         names = ("as written", "recomputed")
@@ -157,13 +162,16 @@ class OnChips:
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide:
-    """The result of `compare`. `str()` returns a table with a column for each name that was passed to `compare`.
+    """The result of `compare`. `str()` returns a table with a column for each name that was passed
+    to `compare`.
 
     Attributes:
-        columns: a tuple with an `OnChips` (the estimates for one kind of chips) for each name that was passed to
-            `compare`.
-        steps: the number of steps for which the table states the energy and the rental cost of the chips.
-        period: the text that describes `steps` in the table. The text is either "1,000 steps" or "epoch".
+        columns: a tuple with an `OnChips` (the estimates for one kind of chips) for each name that
+            was passed to `compare`.
+        steps: the number of steps for which the table states the energy and the rental cost of the
+            chips.
+        period: the text that describes `steps` in the table. The text is either "1,000 steps" or
+            "epoch".
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -178,8 +186,9 @@ class SideBySide:
     period: str
 
     def table(self) -> list[list[str]]:
-        """Returns the rows of the table as lists of text. A row contains the name of a quantity, its basis (such as
-        "estimated"), and its value for each column of `columns`. The first row of the table is the heading."""
+        """Returns the rows of the table as lists of text. A row contains the name of a quantity,
+        its basis (such as "estimated"), and its value for each column of `columns`. The first row
+        of the table is the heading."""
         figures = [column.figures(self.steps, self.period) for column in self.columns]
         rows = [["", "basis", *(column.name for column in self.columns)]]
         quantities = list(dict.fromkeys(name for each in figures for name in each))
@@ -210,10 +219,13 @@ class SideBySide:
         return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
     def notes(self) -> list[str]:
-        """Returns the lines below the table of `compare`, which explain the figures and cite the prices' sources."""
+        """Returns the lines below the table of `compare`, which explain the figures and cite the
+        prices' sources."""
         notes = [
-            "FLOPs are exact (convolutions: padding included). The best possible time is the longest of compute,",
-            "memory traffic and transfers at the chips' peak rates; programs reach a part of these. Energy: this",
+            "FLOPs are exact (convolutions: padding included). The best possible time is the "
+            "longest of compute,",
+            "memory traffic and transfers at the chips' peak rates; programs reach a part of "
+            "these. Energy: this",
             "time at the chips' thermal design power, without host and cooling.",
         ]
         notes += [
@@ -239,32 +251,33 @@ def compare(
     precision: str = "auto",
     examples: int | None = None,
 ) -> SideBySide:
-    """Compares the estimated time, memory and cost of the same training step on several chips. The chips need not be
-    attached, and nothing is compiled or run.
+    """Compares the estimated time, memory and cost of the same training step on several chips. The
+    chips need not be attached, and nothing is compiled or run.
 
         print(parallel.compare(step, init, batch, ["RTX 2080 Ti", "TPU v2-8", "h100:8"]))
 
-    If a name specifies several devices, `compare` assumes data parallelism: each device has the whole state and a part
-    of the batch.
+    If a name specifies several devices, `compare` assumes data parallelism: each device has the
+    whole state and a part of the batch.
 
     Args:
-        step, init, batch: the functions `step(state, batch) -> (state, metrics)` and `init(key) -> state`, and a batch
-            or its shapes, as for `plan`.
+        step, init, batch: the functions `step(state, batch) -> (state, metrics)` and `init(key) ->
+            state`, and a batch or its shapes, as for `plan`.
         chips: names of chips, systems or slices, as for the argument `devices` of `plan`.
-        precision: the dtypes of the step. With "auto" (default), `hardware.policy` selects the dtypes for each chip,
-            and `ft.autocast` converts the step to mixed precision with these dtypes. With "float32", "bfloat16" or
-            "float16", `ft.autocast` converts the step to this dtype for all chips. With "as written", the step is not
-            changed.
-        examples: the number of rows in an epoch. If `examples` is given, the table states the energy and the rental
-            cost of an epoch. If `examples` is None (default), the table states the energy and the rental cost of 1,000
-            steps.
+        precision: the dtypes of the step. With "auto" (default), `hardware.policy` selects the
+            dtypes for each chip, and `ft.autocast` converts the step to mixed precision with these
+            dtypes. With "float32", "bfloat16" or "float16", `ft.autocast` converts the step to this
+            dtype for all chips. With "as written", the step is not changed.
+        examples: the number of rows in an epoch. If `examples` is given, the table states the
+            energy and the rental cost of an epoch. If `examples` is None (default), the table
+            states the energy and the rental cost of 1,000 steps.
 
     Returns:
-        A `SideBySide`, a table in which each number is marked as exact, published, derived, estimated or unverified.
+        A `SideBySide`, a table in which each number is marked as exact, published, derived,
+        estimated or unverified.
 
     Raises:
-        ValueError: a chip is unknown, `chips` is empty, or the number of rows is not a multiple of the number of
-            devices.
+        ValueError: a chip is unknown, `chips` is empty, or the number of rows is not a multiple of
+            the number of devices.
 
     >>> import jax.numpy as jnp
     >>> def step(w, x):
@@ -341,6 +354,7 @@ def _price(values) -> Figure:
         return Figure("unknown")
     price = values[0].price
     return Figure(
-        f"${price.usd:,.6g} {'an hour' if price.per == 'hour' else f'a {price.per}'} ({price.date})",
+        f"${price.usd:,.6g} {'an hour' if price.per == 'hour' else f'a {price.per}'} "
+        f"({price.date})",
         "published",
     )

@@ -24,15 +24,16 @@ MOST = 64  # maximum number of microbatches
 
 
 class Strategy(NamedTuple):
-    """A strategy for running a step on many devices. `plan` explains the strategies. `str()` returns the name of the
-    strategy.
+    """A strategy for running a step on many devices. `plan` explains the strategies. `str()`
+    returns the name of the strategy.
 
     Attributes:
-        state: how the state is split over the devices: "data" (not split), "zero1" (only the optimizer's state is
-            split) or "fsdp" (all of the state is split).
+        state: how the state is split over the devices: "data" (not split), "zero1" (only the
+            optimizer's state is split) or "fsdp" (all of the state is split).
         pins: whether sharding constraints keep the activations split along the batch axis.
         remat: whether the backward pass recomputes activations instead of reading stored ones.
-        microbatches: the number of microbatches, which are slices of a batch that are processed one after another.
+        microbatches: the number of microbatches, which are slices of a batch that are processed one
+            after another.
 
     >>> str(parallel.Strategy("fsdp", pins=True, remat=True))
     'fsdp+pins+remat'
@@ -59,9 +60,9 @@ class Strategy(NamedTuple):
     def applied(
         self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()
     ) -> Callable:
-        """Returns `step`, rewritten for the strategy. If `mesh` is None or has only one device, activations get no
-        sharding constraints, and sums over the batch are not moved out of loops. `axes` are the mesh axes over which
-        the batch is split."""
+        """Returns `step`, rewritten for the strategy. If `mesh` is None or has only one device,
+        activations get no sharding constraints, and sums over the batch are not moved out of loops.
+        `axes` are the mesh axes over which the batch is split."""
         if self.microbatches > 1:
             step = functools.partial(step, microbatches=self.microbatches)
         step = rematerialize(step) if self.remat else step
@@ -96,8 +97,8 @@ def parse(strategy: str) -> Strategy | None:
 
 
 def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[Strategy]]:
-    """Returns the strategies to try, as a list of lists of strategies. The strategies of a list are tried only if no
-    strategy of the preceding lists fits into memory."""
+    """Returns the strategies to try, as a list of lists of strategies. The strategies of a list are
+    tried only if no strategy of the preceding lists fits into memory."""
     option = parse(strategy)
     if option is not None and option.microbatches > 1:
         slices(step, option.microbatches, rows, chips)

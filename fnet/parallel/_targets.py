@@ -1,5 +1,5 @@
-"""The devices of a sharding plan: the devices of this run, or devices that the user specifies by name. Devices that are
-specified by name need not be attached."""
+"""The devices of a sharding plan: the devices of this run, or devices that the user specifies by
+name. Devices that are specified by name need not be attached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import jax
 from fnet import hardware
 from fnet.parallel import _gpus
 
-# kind of a slice -> (name in the catalog, number of axes of its torus, minimum length of an axis that is a ring)
+# kind of a slice -> (name in the catalog, number of axes of its torus, minimum length of an axis
+# that is a ring)
 TPUS = {
     "v2": ("TPU v2", 2, 16),
     "v3": ("TPU v3", 2, 32),
@@ -26,8 +27,8 @@ TPUS = {
     "v6e": ("TPU v6e", 2, 16),
     "tpu7x": ("TPU7x", 3, 4),
 }
-# Environment variables for loading libtpu without a TPU: no metadata server, no lock on the library, and no detection
-# of hosts or of the kind of TPU, which would print warnings to stderr.
+# Environment variables for loading libtpu without a TPU: no metadata server, no lock on the
+# library, and no detection of hosts or of the kind of TPU, which would print warnings to stderr.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -35,7 +36,8 @@ _LIBTPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
 }
 _FORMS = (
-    "'local', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p:4x4x4*2', GPUs such as 'h100:4x8' (4 "
+    "'local', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p:4x4x4*2', GPUs such as "
+    "'h100:4x8' (4 "
     "machines of 8), a chip such as 'RTX 3080', or a system such as 'dgx-1'"
 )
 
@@ -47,16 +49,19 @@ class Target(NamedTuple):
     """The devices of a plan.
 
     Attributes:
-        name: the name that the user passed for the devices, or a text that describes a list of devices.
+        name: the name that the user passed for the devices, or a text that describes a list of
+            devices.
         chip: the chip, with its peaks and memory.
         count: number of JAX devices.
-        groups: number of slices or machines that contain the devices. The network between slices or machines is slower
-            than the links within a slice or machine.
-        devices: devices to compile for, or None if this process cannot compile programs for the target.
+        groups: number of slices or machines that contain the devices. The network between slices or
+            machines is slower than the links within a slice or machine.
+        devices: devices to compile for, or None if this process cannot compile programs for the
+            target.
         attached: whether the devices are attached, so that a program can run.
         why: the reason why `devices` is None, or "".
-        sent: bytes/s that a device can send to the devices of its own slice or machine, or None if unknown.
-        sent_between: bytes/s that a device can send to other slices or machines, or None if unknown.
+        sent: bytes/s that a device can send to the devices of its own slice or machine, or None if
+        unknown. sent_between: bytes/s that a device can send to other slices or machines, or None
+        if unknown.
     """
 
     name: str
@@ -85,8 +90,8 @@ def target(what: str | Sequence[jax.Device]) -> Target:
     """Returns the `Target`, a description of devices, for a name or a list of devices.
 
     Raises:
-        ValueError: the list of devices is empty, the name is unknown, or the slice does not exist for the given kind of
-            TPU.
+        ValueError: the list of devices is empty, the name is unknown, or the slice does not exist
+            for the given kind of TPU.
     """
     if not isinstance(what, str):
         if not isinstance(what, Iterable):
@@ -163,7 +168,8 @@ def _absent(name, chip, count, groups=1) -> Target:
         if chip.kind == "gpu"
         else (
             None,
-            f"libtpu cannot compile for a single {chip.name}; use a slice, such as '{_example(chip)}'"
+            f"libtpu cannot compile for a single {chip.name}; use a slice, such as "
+            f"'{_example(chip)}'"
             if chip.kind == "tpu"
             else f"{chip.name} is not attached",
         )
@@ -188,7 +194,8 @@ def _machines(name, chip, shape, repeated) -> Target:
     machines, each = (1, shape[0]) if len(shape) == 1 else shape[:2]
     if len(shape) > 2 or not machines * each * repeated:
         raise ValueError(
-            f"plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, 'h100:8'; got "
+            f"plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, "
+            f"'h100:8'; got "
             f"{name!r}"
         )
     machines *= repeated
@@ -200,7 +207,8 @@ def _slice(name, kind, shape, slices) -> Target:
     chip = hardware.chips[catalog]
     if len(shape) != axes or not all(shape) or not slices:
         raise ValueError(
-            f"plan: slices of {chip.name} have {axes} axes, e.g. '{kind}:{'x'.join(['2'] * axes)}'; got "
+            f"plan: slices of {chip.name} have {axes} axes, e.g. "
+            f"'{kind}:{'x'.join(['2'] * axes)}'; got "
             f"{name!r}"
         )
     rates = _rates(chip, shape, math.prod(shape) * chip.jax_devices_per_chip, ring)
@@ -209,7 +217,8 @@ def _slice(name, kind, shape, slices) -> Target:
     largest = ring if axes == 2 else 32
     if any(n > largest or (n > 2 and n % 4) for n in shape):
         raise ValueError(
-            f"plan: there are no TPUs {name!r}: an axis must be 1, 2 or a multiple of 4, up to {largest}"
+            f"plan: there are no TPUs {name!r}: an axis must be 1, 2 or a multiple of 4, up to "
+            f"{largest}"
         )
     if importlib.util.find_spec("libtpu") is None:
         return here._replace(
@@ -245,12 +254,13 @@ def _environment(variables: dict[str, str]):
 
 
 def _rates(chip, axes, group, ring=4) -> tuple[float | None, float | None]:
-    """Returns the bytes/s that a device can send within its slice or machine, and to other slices or machines.
+    """Returns the bytes/s that a device can send within its slice or machine, and to other slices
+    or machines.
 
-    In a torus of TPU chips, a chip has two links along each axis, or one link along an axis of two chips. Each axis of
-    the torus that has more than two chips is treated as a closed ring. In fact, a short axis of a TPU slice is not a
-    closed ring: the first and the last chip along this axis have one link fewer than the other chips. If a chip has
-    several devices, they share its links.
+    In a torus of TPU chips, a chip has two links along each axis, or one link along an axis of two
+    chips. Each axis of the torus that has more than two chips is treated as a closed ring. In fact,
+    a short axis of a TPU slice is not a closed ring: the first and the last chip along this axis
+    have one link fewer than the other chips. If a chip has several devices, they share its links.
     """
     links = chip.links
     if links is None:

@@ -1,4 +1,5 @@
-"""The predictions of a classifier in a report: confusion matrix, most frequent confusions, worst mistakes."""
+"""The predictions of a classifier in a report: confusion matrix, most frequent confusions, worst
+mistakes."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def _mistakes(mistakes) -> str:
             "" if each["index"] is None else f'<span class="soft">example {each["index"]}</span>'
         )
         figures.append(
-            f"<figure>{image}<figcaption><b>{escape(each['label'])}</b> taken for <b>{escape(each['guess'])}"
+            f"<figure>{image}<figcaption><b>{escape(each['label'])}</b> taken for "
+            f"<b>{escape(each['guess'])}"
             f"</b>{sure}{index}</figcaption></figure>"
         )
     return (

@@ -1,8 +1,8 @@
 """Reads the folder of a run. The run may be finished or in progress.
 
-The files of a run are untrusted: they may be damaged, written by another program, or malicious. The files are read as
-text or JSON of a limited size, and no content is executed. Content that cannot be used is omitted, and `Run.notes`
-lists the omitted content.
+The files of a run are untrusted: they may be damaged, written by another program, or malicious. The
+files are read as text or JSON of a limited size, and no content is executed. Content that cannot be
+used is omitted, and `Run.notes` lists the omitted content.
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ class Run:
         name: the name of the folder.
         metrics: a dict {name: (steps, values)}, in which a value that is not finite is None.
         config: the hyperparameters, a dict; {} if no hyperparameters were recorded.
-        facts: properties of the run, a dict. `facts` may contain the chip, the precision policy, the sharding plan and
-            the versions of libraries. `training.fit` stores this dict in each checkpoint, under "notes" in
-            manifest.json; `facts` is read from the newest checkpoint.
+        facts: properties of the run, a dict. `facts` may contain the chip, the precision policy,
+            the sharding plan and the versions of libraries. `training.fit` stores this dict in each
+            checkpoint, under "notes" in manifest.json; `facts` is read from the newest checkpoint.
         checkpoints: a list of (step, metrics, size in bytes), in the order of the steps.
-        damaged: the names of the folders of damaged checkpoints, such as "400.damaged" for step 400.
+        damaged: the names of the folders of damaged checkpoints, such as "400.damaged" for step
+            400.
         events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
-        predictions: a dict with the keys "classes", "confusion" and "mistakes", or {} if no predictions were saved.
-        summary: a list of the rows of `introspect.summary`, which is empty if no summary was saved.
+        predictions: a dict with the keys "classes", "confusion" and "mistakes", or {} if no
+        predictions were saved. summary: a list of the rows of `introspect.summary`, which is empty
+        if no summary was saved.
         samples: the text samples, a dict {file name: text}.
-        plan: the text of `parallel.Plan.explain`, which compares sharding strategies, or "" if the run had no plan.
-        profiles: the measured times of profiled steps, a dict {range of the steps, such as "100-105": list of rows}.
+        plan: the text of `parallel.Plan.explain`, which compares sharding strategies, or "" if the
+        run had no plan. profiles: the measured times of profiled steps, a dict {range of the steps,
+        such as "100-105": list of rows}.
             The rows are those that `introspect.profile` has returned.
         notes: messages about files and values that could not be used.
 
@@ -98,7 +101,8 @@ class Run:
 
 
 def read(folder: str | os.PathLike) -> Run:
-    """Reads the folder of a training run. `Run.notes` lists the files and values that cannot be used.
+    """Reads the folder of a training run. `Run.notes` lists the files and values that cannot be
+    used.
 
     Raises:
         ValueError: `folder` is not a local folder.
@@ -143,7 +147,8 @@ def read(folder: str | os.PathLike) -> Run:
             OverflowError,
         ) as error:
             run.notes.append(
-                f"{part.__name__.strip('_')}: cannot be used ({type(error).__name__}: {str(error)[:200]})"
+                f"{part.__name__.strip('_')}: cannot be used ({type(error).__name__}: "
+                f"{str(error)[:200]})"
             )
     if not run.metrics:
         run.notes.insert(0, "no metrics: metrics.jsonl is missing or empty")
@@ -151,7 +156,8 @@ def read(folder: str | os.PathLike) -> Run:
 
 
 def _raw(run: Run, path: Path, limit: int) -> bytes | None:
-    """Returns the last `limit` bytes of a regular file, or None if the file is missing or cannot be read.
+    """Returns the last `limit` bytes of a regular file, or None if the file is missing or cannot be
+    read.
 
     If the file exists, but cannot be read, a note is added to the run.
     """
@@ -189,7 +195,8 @@ def _json(run: Run, path: Path, limit: int = _FILE) -> Any:
 
 
 def _lines(run: Run, name: str, use: Callable[[int, dict], None]) -> None:
-    """Reads a file with one JSON object in each line, and calls `use(line number, object)` for each object."""
+    """Reads a file with one JSON object in each line, and calls `use(line number, object)` for each
+    object."""
     raw, wrong = _raw(run, run.path / name, _LOG), []
     lines = (raw or b"").split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -235,7 +242,8 @@ def _metrics(run: Run) -> None:
     _lines(run, "metrics.jsonl", use)
     if unnumbered:
         run.notes.append(
-            f"metrics.jsonl: {len(unnumbered)} lines have no step; their line number is shown instead"
+            f"metrics.jsonl: {len(unnumbered)} lines have no step; their line number is shown "
+            f"instead"
         )
     if dropped:
         run.notes.append(f"metrics.jsonl: {len(dropped)} metrics more than {_METRICS} are left out")
@@ -250,8 +258,9 @@ def _metrics(run: Run) -> None:
 
 
 def thinned(steps: list[int], values: list[float | None]) -> tuple[list[int], list[float | None]]:
-    """Reduces a curve to about `_POINTS` points. The curve is divided into sections, and the smallest and the largest
-    value of each section are kept. Some non-finite points are also kept, so that gaps in the curve remain visible."""
+    """Reduces a curve to about `_POINTS` points. The curve is divided into sections, and the
+    smallest and the largest value of each section are kept. Some non-finite points are also kept,
+    so that gaps in the curve remain visible."""
     if len(steps) <= _POINTS:
         return steps, values
     size, kept = math.ceil(len(steps) / (_POINTS // 2)), {0, len(steps) - 1}

@@ -15,8 +15,8 @@ _TEXT = 4000  # largest number of characters of a value
 
 
 def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Returns a table of the configurations of the runs, with a row for each field. Fields that differ between runs
-    come first."""
+    """Returns a table of the configurations of the runs, with a row for each field. Fields that
+    differ between runs come first."""
     fields = list(dict.fromkeys(name for run in runs for name in run.config))
     if not fields:
         return ""
@@ -42,8 +42,8 @@ def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Returns a table of the facts about each run, such as the chip, the precision policy, the sharding plan and the
-    versions of libraries."""
+    """Returns a table of the facts about each run, such as the chip, the precision policy, the
+    sharding plan and the versions of libraries."""
     order = [
         "chip",
         "kind",
@@ -154,8 +154,8 @@ def summary(run: Run, name: str) -> str:
 
 
 def profiles(run: Run, name: str) -> str:
-    """Returns one table for each profile of a run. A table of a profile lists the time of each path of the model in
-    each phase, such as forward and backward."""
+    """Returns one table for each profile of a run. A table of a profile lists the time of each path
+    of the model in each phase, such as forward and backward."""
     parts = []
     for steps, rows in run.profiles.items():
         present = [

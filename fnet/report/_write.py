@@ -27,14 +27,16 @@ def write(
 ) -> Path:
     """Writes a report of one or several training runs.
 
-    The report is a single HTML file that loads no other files and executes no content of the runs. The report shows
-    learning curves, speed, predictions, text samples, the model, profiles, differences between configurations, the
-    environment, the sharding plan, checkpoints and events. The curves of runs that differ only in their seed are shown
-    as one band. If a run has not recorded the data for a part of the report, this part is omitted. If a file of a run
-    cannot be used, the report lists this file.
+    The report is a single HTML file that loads no other files and executes no content of the runs.
+    The report shows learning curves, speed, predictions, text samples, the model, profiles,
+    differences between configurations, the environment, the sharding plan, checkpoints and events.
+    The curves of runs that differ only in their seed are shown as one band. If a run has not
+    recorded the data for a part of the report, this part is omitted. If a file of a run cannot be
+    used, the report lists this file.
 
     Args:
-        folders: the folder, or the folders, of the runs, as they were passed to `training.fit(workdir=)`.
+        folders: the folder, or the folders, of the runs, as they were passed to
+            `training.fit(workdir=)`.
         path: the path of the report. Default None: report.html in the folder of the first run.
 
     Returns:
@@ -152,7 +154,8 @@ def tools(key: str) -> str:
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
-    """Returns the names of the runs' folders, with as many parent folders as are necessary to distinguish them."""
+    """Returns the names of the runs' folders, with as many parent folders as are necessary to
+    distinguish them."""
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, 6):
         names = ["/".join(part[-depth:]) or "/" for part in parts]
@@ -162,8 +165,8 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
 
 
 def seed_groups(runs: Sequence[Run]) -> list[int]:
-    """Returns a group number for each run, to combine the curves of runs with different seeds. Runs whose
-    configurations differ only in seed, data_dir or workdir are in the same group."""
+    """Returns a group number for each run, to combine the curves of runs with different seeds. Runs
+    whose configurations differ only in seed, data_dir or workdir are in the same group."""
     keys: dict[Any, int] = {}
     found = []
     for i, run in enumerate(runs):
@@ -180,8 +183,8 @@ def seed_groups(runs: Sequence[Run]) -> list[int]:
 
 
 def _charts(runs) -> tuple[list[dict], int]:
-    """Returns (charts, number of omitted charts). A chart shows all metrics whose names have the same last part, such
-    as train/loss and validation/loss."""
+    """Returns (charts, number of omitted charts). A chart shows all metrics whose names have the
+    same last part, such as train/loss and validation/loss."""
     found: dict[tuple[bool, str], list[dict]] = {}
     for i, run in enumerate(runs):
         for name, (steps, values) in run.metrics.items():
@@ -283,8 +286,8 @@ def _card(run, name, i) -> str:
 
 
 def _shown(run) -> list[str]:
-    """Returns the names of up to four metrics for the summary card of a run: losses and accuracies, first those of
-    evaluations, then those of training."""
+    """Returns the names of up to four metrics for the summary card of a run: losses and accuracies,
+    first those of evaluations, then those of training."""
     names = [name for name in run.metrics if name.rpartition("/")[2] in _FIRST]
     return sorted(
         names,
@@ -293,7 +296,8 @@ def _shown(run) -> list[str]:
 
 
 def status(run: Run) -> tuple[str, str]:
-    """Returns a text that describes the state of a run, and the category of this state: "good", "open" or "bad"."""
+    """Returns a text that describes the state of a run, and the category of this state: "good",
+    "open" or "bad"."""
     turns = [
         text
         for _, _, text in run.events
@@ -311,7 +315,8 @@ def status(run: Run) -> tuple[str, str]:
 
 
 def _models(runs, names) -> str:
-    """Returns the summaries of the models. A summary that is the same for several runs is shown once."""
+    """Returns the summaries of the models. A summary that is the same for several runs is shown
+    once."""
     of: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         of.setdefault(json.dumps(run.summary), []).append(i)

@@ -1,4 +1,5 @@
-"""Trains many models at the same time (populations), searches for hyperparameters, and trains by federated averaging.
+"""Trains many models at the same time (populations), searches for hyperparameters, and trains by
+federated averaging.
 
 init_n, step_n = search.population(init, step)
 state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})

@@ -25,11 +25,13 @@ class Halving:
     Attributes:
       state: the population of the m members that were trained to the end, best first.
       scores: the scores of the members (training runs) in `state`, an array [m].
-      indices: an array [m], which contains for each member (training run) in `state` the index of its hyperparameters
-        in the argument `hyper` of `halving`.
-      rungs: for each rung (stage of the search), a tuple (number of training runs, number of steps, best score). The
-        number of steps is counted from the start of a training run to the end of the rung.
-      member_steps: the total number of training steps of all training runs in all stages of the search.
+      indices: an array [m], which contains for each member (training run) in `state` the index of
+        its hyperparameters in the argument `hyper` of `halving`.
+      rungs: for each rung (stage of the search), a tuple (number of training runs, number of steps,
+        best score). The number of steps is counted from the start of a training run to the end of
+        the rung.
+      member_steps: the total number of training steps of all training runs in all stages of the
+          search.
 
     >>> print(search.Halving(None, np.array([0.9]), np.array([3]), ((4, 10, 0.8), (1, 40, 0.9)), 70))
     members  steps  best score
@@ -64,24 +66,27 @@ def halving(
 ) -> Halving:
     """Successive halving: starts many training runs, and repeatedly stops all but the best of them.
 
-    A member is a training run of a population, see `population`. The search consists of several stages, which are also
-    called rungs. The first stage of the search trains all n members (training runs) of the population for `first`
-    steps. Each further stage keeps the best 1 / eta of the training runs, and continues these runs up to a step that is
-    eta times the last step of the previous stage. The last stage of the search ends at step `steps`.
+    A member is a training run of a population, see `population`. The search consists of several
+    stages, which are also called rungs. The first stage of the search trains all n members
+    (training runs) of the population for `first` steps. Each further stage keeps the best 1 / eta
+    of the training runs, and continues these runs up to a step that is eta times the last step of
+    the previous stage. The last stage of the search ends at step `steps`.
 
     Args:
       init_n, step_n: the results of `population`.
-      hyper: the hyperparameters of the n members of the population, a tree whose leaves have a leading axis [n].
-      batches: the batches, as for `tr.fit`.
-      score: a function `score(state)` that returns the scores of the members of a population, an array [members]. A
-        larger score is better; NaN is the worst score.
+      hyper: the hyperparameters of the n members of the population, a tree whose leaves have a
+      leading axis [n]. batches: the batches, as for `tr.fit`.
+      score: a function `score(state)` that returns the scores of the members of a population, an
+        array [members]. A larger score is better; NaN is the worst score.
       steps: the total number of steps of a training run that is not stopped early.
       first: the number of steps of the first stage.
-      eta: the reduction factor of successive halving. From one stage (rung) of the search to the next, the number of
-        training runs is divided by eta, and the number of steps is multiplied by eta.
+      eta: the reduction factor of successive halving. From one stage (rung) of the search to the
+        next, the number of training runs is divided by eta, and the number of steps is multiplied
+        by eta.
       key: the PRNG key for `init_n`.
-      workdir: a folder for the checkpoints of each stage, or None. If `workdir` is a folder, an interrupted search can
-        be continued with the same arguments. The folder records what the search was made with, in search.json.
+      workdir: a folder for the checkpoints of each stage, or None. If `workdir` is a folder, an
+        interrupted search can be continued with the same arguments. The folder records what the
+        search was made with, in search.json.
       **options: options of `tr.fit`, such as progress and log_every.
 
     Returns:
@@ -89,11 +94,13 @@ def halving(
 
     Raises:
       ValueError: `first`, `steps` or `eta` is out of range.
-      ConfigError: `workdir` contains a search with other hyperparameters, other data, another key, or other values of
-        steps, first, eta or nonfinite. A ConfigError is also raised if `init_n`, `step_n` or `score` computes something
-        else than before, as far as the version of JAX is the same.
+      ConfigError: `workdir` contains a search with other hyperparameters, other data, another key,
+        or other values of steps, first, eta or nonfinite. A ConfigError is also raised if `init_n`,
+        `step_n` or `score` computes something else than before, as far as the version of JAX is the
+        same.
 
-    Source: Jamieson and Talwalkar (2016), Non-stochastic Best Arm Identification and Hyperparameter Optimization.
+    Source: Jamieson and Talwalkar (2016), Non-stochastic Best Arm Identification and Hyperparameter
+    Optimization.
 
     >>> init_n, step_n = search.population(lambda key, h: {"w": h["w"]},
     ...     lambda s, b, h: ({"w": s["w"] * 0.5}, {}), method="vmap")
@@ -104,7 +111,8 @@ def halving(
     """
     if not 1 <= first <= steps or eta < 2:
         raise ValueError(
-            f"halving: expected 1 <= first <= steps and eta >= 2; got first={first}, steps={steps}, "
+            f"halving: expected 1 <= first <= steps and eta >= 2; got first={first}, "
+            f"steps={steps}, "
             f"eta={eta}"
         )
     n, at, used = members_of(hyper), 0, 0
@@ -157,29 +165,35 @@ def hyperband(
     workdir: str | os.PathLike | None = None,
     **options: Any,
 ) -> list[Halving]:
-    """Hyperband: runs successive halving (see `halving`) several times, with different numbers of training runs.
+    """Hyperband: runs successive halving (see `halving`) several times, with different numbers of
+    training runs.
 
-    Each run of successive halving is called a bracket. The first bracket starts many training runs, and stops most of
-    them after a few steps. The last bracket starts only a few training runs, and trains all of them for all steps.
+    Each run of successive halving is called a bracket. The first bracket starts many training runs,
+    and stops most of them after a few steps. The last bracket starts only a few training runs, and
+    trains all of them for all steps.
 
     Args:
       init_n, step_n, batches, score, steps, eta, options: as for `halving`.
-      space: the space of the hyperparameters, all of which must be numbers. Each bracket (run of successive halving)
-        uses different random points of `space`.
+      space: the space of the hyperparameters, all of which must be numbers. Each bracket (run of
+        successive halving) uses different random points of `space`.
       seed: the seed of the random points of `space` and of the PRNG keys of the training runs.
-      most: the largest number of brackets (runs of successive halving). Default None: as many as possible. The number
-        of brackets is limited, because the first stage of each bracket must have at least one step.
-      fixed: a dict of further hyperparameters that have the same value for all training runs, or None.
+      most: the largest number of brackets (runs of successive halving). Default None: as many as
+        possible. The number of brackets is limited, because the first stage of each bracket must
+        have at least one step.
+      fixed: a dict of further hyperparameters that have the same value for all training runs, or
+          None.
       workdir: a folder for the checkpoints, with one subfolder for each bracket, or None.
 
     Raises:
       ValueError, ConfigError: as for `halving`.
 
     Returns:
-      A list that contains a `Halving` for each bracket. In each `Halving`, the training runs are sorted by score, best
-      first. To find the best training run of all brackets, compare the first element of `scores` of each `Halving`.
+      A list that contains a `Halving` for each bracket. In each `Halving`, the training runs are
+      sorted by score, best first. To find the best training run of all brackets, compare the first
+      element of `scores` of each `Halving`.
 
-    Source: Li et al. (2018), Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization.
+    Source: Li et al. (2018), Hyperband: A Novel Bandit-Based Approach to Hyperparameter
+    Optimization.
 
     >>> init_n, step_n = search.population(lambda key, h: {"w": h["w"]},
     ...     lambda s, b, h: ({"w": s["w"] * 0.5}, {}), method="vmap")

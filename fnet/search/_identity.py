@@ -26,8 +26,8 @@ RECORD = "search.json"
 
 
 def digest(tree: Any) -> str:
-    """Returns a digest of the paths, dtypes, shapes and values of the leaves of a tree. Equal numbers of different
-    types, such as 1, 1.0 and True, have different digests."""
+    """Returns a digest of the paths, dtypes, shapes and values of the leaves of a tree. Equal
+    numbers of different types, such as 1, 1.0 and True, have different digests."""
     seal = hashlib.blake2b(digest_size=8)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         kind = ""
@@ -46,8 +46,8 @@ def digest(tree: Any) -> str:
 
 @jax.jit
 def _sums(x: jax.Array) -> jax.Array:
-    """Returns two 32-bit sums of the mixed bits of all elements and their positions. Integers, so they do not depend on
-    the order of the sum."""
+    """Returns two 32-bit sums of the mixed bits of all elements and their positions. Integers, so
+    they do not depend on the order of the sum."""
     x = x.ravel()
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
@@ -76,8 +76,8 @@ def _mixed(x):
 
 
 def program(function: Callable, *arguments: Any) -> str:
-    """Returns a digest of what a function computes: of its jaxpr, or if JAX cannot trace it, of its bytecode. Both
-    depend on the version of JAX or Python."""
+    """Returns a digest of what a function computes: of its jaxpr, or if JAX cannot trace it, of its
+    bytecode. Both depend on the version of JAX or Python."""
     try:
         closed = jax.make_jaxpr(function)(*arguments)
     except Exception:  # it reads concrete values, or is not a JAX function at all
@@ -93,7 +93,8 @@ def _constants(closed: Any) -> list[Any]:
 
 
 def _code(value: Any, seen: set[int]) -> str:
-    """Returns a text that identifies a function by its bytecode, its constants and the values that it closes over."""
+    """Returns a text that identifies a function by its bytecode, its constants and the values that
+    it closes over."""
     if id(value) in seen:
         return "..."
     if isinstance(value, functools.partial):
@@ -122,14 +123,16 @@ def _code(value: Any, seen: set[int]) -> str:
 
 
 def same_search(workdir: str | os.PathLike, made: Mapping[str, Any], below: str) -> None:
-    """Writes what a search is made with to `workdir/search.json`, or compares it with that of the search in `workdir`.
+    """Writes what a search is made with to `workdir/search.json`, or compares it with that of the
+    search in `workdir`.
 
     Args:
       made: a dict of JSON types.
       below: the name of a folder that an earlier search has written.
 
     Raises:
-      ConfigError: `workdir` contains a search that was made with something else, or does not say what it was made with.
+      ConfigError: `workdir` contains a search that was made with something else, or does not say
+          what it was made with.
     """
     folder = location(workdir)
     path = folder / RECORD
@@ -156,8 +159,8 @@ def same_search(workdir: str | os.PathLike, made: Mapping[str, Any], below: str)
 def of_population(step: Callable, state: Any, batch: Any) -> dict[str, Any]:
     """Identifies a population that begins: its hyperparameters, its initial values and its step.
 
-    The initial values depend on the version of JAX and on the platform, and the step depends on the version. Their
-    names say so, and only values of the same name are compared.
+    The initial values depend on the version of JAX and on the platform, and the step depends on the
+    version. Their names say so, and only values of the same name are compared.
     """
     made = {f"step (jax {jax.__version__})": program(step, state, batch)}
     if int(state.step) == 0:

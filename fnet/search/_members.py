@@ -1,4 +1,5 @@
-"""The state of a population, in combined arrays of all members or in separate arrays for each member."""
+"""The state of a population, in combined arrays of all members or in separate arrays for each
+member."""
 
 from __future__ import annotations
 
@@ -16,15 +17,18 @@ _FIELDS = ("step", "members", "hyper", "diverged")
 
 
 class Population:
-    """The state of a population of n members (training runs). A `Population` is a state for `tr.fit`, and is immutable.
+    """The state of a population of n members (training runs). A `Population` is a state for
+    `tr.fit`, and is immutable.
 
-    With the method "loop" (see `population`), a step returns a `Population` that stores the state of each member in
-    separate arrays. When the field `members` or the leaves of the `Population` are read, for example for an evaluation
-    or a checkpoint, the arrays of all members are copied to new arrays, as by `jnp.stack`.
+    With the method "loop" (see `population`), a step returns a `Population` that stores the state
+    of each member in separate arrays. When the field `members` or the leaves of the `Population`
+    are read, for example for an evaluation or a checkpoint, the arrays of all members are copied to
+    new arrays, as by `jnp.stack`.
 
     Fields:
       step: the number of completed steps, an int32 scalar.
-      members: the states of all members of the population in one tree, whose leaves have the shape [n, ...].
+      members: the states of all members of the population in one tree, whose leaves have the shape
+          [n, ...].
       hyper: the hyperparameters, a tree of arrays [n, ...].
       diverged: a bool array [n], True for each member that has had a NaN or infinite metric.
 
@@ -91,8 +95,9 @@ class Separate:
     Attributes:
       states: the training states, a sequence with one tree for each member of the population.
       hypers: the hyperparameters, a sequence with one tree for each member of the population.
-      hyper: the hyperparameters of all n members of the population in one tree, whose leaves have the shape [n, ...].
-      mesh: the mesh of the devices over which the members of the population are distributed, or None if the whole
+      hyper: the hyperparameters of all n members of the population in one tree, whose leaves have
+      the shape [n, ...]. mesh: the mesh of the devices over which the members of the population are
+      distributed, or None if the whole
         population is on one device.
     """
 
@@ -112,8 +117,8 @@ class Separate:
 
 
 def separate(population: Population, mesh: Mesh | None) -> Separate:
-    """Copies the state of each member (training run) from the combined arrays of a population to separate arrays, and
-    deletes the combined arrays."""
+    """Copies the state of each member (training run) from the combined arrays of a population to
+    separate arrays, and deletes the combined arrays."""
     found, hyper, n = population._members, population.hyper, population.diverged.shape[0]
     if not isinstance(found, Separate):
         states, hypers = zip(*parts((found, hyper), n, mesh))
@@ -129,8 +134,9 @@ def separate(population: Population, mesh: Mesh | None) -> Separate:
 
 
 def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
-    """Splits a tree of arrays [n, ...], where n is the number of members of a population, into one tree for each
-    member. The arrays of a member's tree are on the device that trains this member."""
+    """Splits a tree of arrays [n, ...], where n is the number of members of a population, into one
+    tree for each member. The arrays of a member's tree are on the device that trains this
+    member."""
     if mesh is None:
         return _parts(tree, n)
     tree = jax.device_put(tree, NamedSharding(mesh, P(mesh.axis_names[0])))
@@ -141,8 +147,8 @@ def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
 
 
 def stacked(parts: Sequence[Any], mesh: Mesh | None) -> Any:
-    """Combines the trees of the n members of a population into one tree, whose leaves have the shape [n, ...].
-    `stacked` is the inverse of `parts`."""
+    """Combines the trees of the n members of a population into one tree, whose leaves have the
+    shape [n, ...]. `stacked` is the inverse of `parts`."""
     if mesh is None:
         return _stacked(parts)
     each, place = len(parts) // len(mesh.local_devices), NamedSharding(mesh, P(mesh.axis_names[0]))

@@ -1,4 +1,5 @@
-"""Three methods to run the members of a population (vmap, split and loop), and the choice of the fastest method."""
+"""Three methods to run the members of a population (vmap, split and loop), and the choice of the
+fastest method."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _CLOSE = 1.04  # a method earlier in METHODS is preferred if the times differ by
 
 @dataclasses.dataclass(frozen=True)
 class Methods:
-    """The method by which the members of a population run, and the reason for this method. `str()` returns a table.
+    """The method by which the members of a population run, and the reason for this method. `str()`
+    returns a table.
 
     Attributes:
       chosen: "vmap", "split" or "loop" (see `population`).
@@ -68,8 +70,8 @@ class Step:
 
     Attributes:
       plain: the step of all members of the population as one function that JAX can trace.
-      separate: True if a step calls several compiled programs. The value of `separate` is valid after the first call of
-        the step, or after `prepare`.
+      separate: True if a step calls several compiled programs. The value of `separate` is valid
+        after the first call of the step, or after `prepare`.
     """
 
     def __init__(self, step: Callable, method: str, mesh: Mesh | None, own_batches: bool):
@@ -97,17 +99,17 @@ class Step:
     def prepare(
         self, state: Any, batch: Any, known: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Selects the method (vmap, split or loop) that trains the population `state`, by timing the methods if
-        necessary.
+        """Selects the method (vmap, split or loop) that trains the population `state`, by timing
+        the methods if necessary.
 
         Args:
           state, batch: the arguments of a step. The state is not donated.
-          known: None, or the result of `prepare` in an earlier process. If `known` is the result of an earlier
-              `prepare`, the method in this result is used.
+          known: None, or the result of `prepare` in an earlier process. If `known` is the result of
+              an earlier `prepare`, the method in this result is used.
 
         Returns:
-          A dict of the fields of `Methods`: the selected method, the measured time of each method, the reason for the
-          selection, and the number of members (training runs) of the population.
+          A dict of the fields of `Methods`: the selected method, the measured time of each method,
+          the reason for the selection, and the number of members (training runs) of the population.
         """
         n = _members(state)
         if n not in self._methods:
@@ -123,7 +125,8 @@ class Step:
         return {**dataclasses.asdict(self._methods[n]), "seconds": dict(self._methods[n].seconds)}
 
     def identity(self, state: Any, batch: Any) -> dict[str, Any]:
-        """Returns a dict that identifies this population, for the comparison with a run that `tr.fit` resumes."""
+        """Returns a dict that identifies this population, for the comparison with a run that
+        `tr.fit` resumes."""
         return of_population(self.plain, state, batch)
 
     def explained(self, state: Any, batch: Any) -> Methods:
@@ -194,8 +197,9 @@ class Step:
         return step_n
 
     def _separate(self) -> Callable:
-        """Returns a step that calls the same compiled program once for each member of the population. Between two
-        steps, the arrays of the population's members are stored separately instead of stacked along a leading axis."""
+        """Returns a step that calls the same compiled program once for each member of the
+        population. Between two steps, the arrays of the population's members are stored separately
+        instead of stacked along a leading axis."""
         one, mesh = ft.tune(jax.jit(checked(self._step), donate_argnums=0)), self._mesh
         rows = None if mesh is None else NamedSharding(mesh, P(mesh.axis_names[0]))
 
@@ -211,7 +215,8 @@ class Step:
         )
 
         def placed(batch, n, here):
-            """Returns a list of batches, one for each member of the population on this process's devices."""
+            """Returns a list of batches, one for each member of the population on this process's
+            devices."""
             if self._own:
                 return _state.parts(batch, n, mesh)
             if mesh is None:
@@ -242,7 +247,8 @@ class Step:
         return step_n
 
     def _shards(self, f: Callable) -> Callable:
-        """Returns the function `f`, sharded with `jax.shard_map` over the members of the population."""
+        """Returns the function `f`, sharded with `jax.shard_map` over the members of the
+        population."""
         if self._mesh is None:
             return f
         rows = P(self._mesh.axis_names[0])
@@ -253,14 +259,15 @@ class Step:
 
 
 def checked(step: Callable) -> Callable:
-    """Returns a function `(state, hyper, batch) -> (state, metrics)` that calls `step` and checks its results.
+    """Returns a function `(state, hyper, batch) -> (state, metrics)` that calls `step` and checks
+    its results.
 
-    Each `Mean` in the metrics is converted to a `MemberMean`, which can contain one mean for each member of a
-    population.
+    Each `Mean` in the metrics is converted to a `MemberMean`, which can contain one mean for each
+    member of a population.
 
     Raises:
-      TypeError: the step does not return (state, metrics), or the structure of the returned state differs from that of
-        the given state.
+      TypeError: the step does not return (state, metrics), or the structure of the returned state
+        differs from that of the given state.
     """
 
     def run(state, hyper, batch):
@@ -272,7 +279,8 @@ def checked(step: Callable) -> Callable:
             )
         if jax.tree.structure(result[0]) != jax.tree.structure(state):
             raise TypeError(
-                "population: step(state, batch, hyper) must return a state with the structure of the one "
+                "population: step(state, batch, hyper) must return a state with the structure of "
+                "the one "
                 f"it takes; {jax.tree.structure(state)} became {jax.tree.structure(result[0])}"
             )
         return result[0], of_members(as_metrics(result[1]))
@@ -281,15 +289,16 @@ def checked(step: Callable) -> Callable:
 
 
 def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
-    """Marks the members of a population that have diverged. Returns (diverged, metrics). In the returned metrics, all
-    values of the diverged members of the population are 0. If a metric is a `Mean`, both its `total` and its `count`
-    are 0 for the diverged members.
+    """Marks the members of a population that have diverged. Returns (diverged, metrics). In the
+    returned metrics, all values of the diverged members of the population are 0. If a metric is a
+    `Mean`, both its `total` and its `count` are 0 for the diverged members.
 
-    A member of a population has diverged if one of its metrics was NaN or infinite in this step or in an earlier step.
-    The leaves of `metrics` have the shape [n, ...], where n is the number of members of the population. The states of
-    the population's members are not checked for NaN, because such a check is slow: for a small MLP, it would take a
-    third of the time of a step. NaN or infinite values in the state of one member do not affect the other members of
-    the population, so no check of the states is needed.
+    A member of a population has diverged if one of its metrics was NaN or infinite in this step or
+    in an earlier step. The leaves of `metrics` have the shape [n, ...], where n is the number of
+    members of the population. The states of the population's members are not checked for NaN,
+    because such a check is slow: for a small MLP, it would take a third of the time of a step. NaN
+    or infinite values in the state of one member do not affect the other members of the population,
+    so no check of the states is needed.
     """
     for leaf in jax.tree.leaves(metrics):
         diverged = diverged | ~jnp.isfinite(leaf).reshape(len(leaf), -1).all(1)
@@ -298,7 +307,8 @@ def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
 
 
 def as_members(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts each `Mean` in metrics to a `MemberMean`, whose leading axis is the axis of a population's members."""
+    """Converts each `Mean` in metrics to a `MemberMean`, whose leading axis is the axis of a
+    population's members."""
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"each_member: expected a function that returns a dict of metrics; got a "
@@ -315,11 +325,12 @@ def of_members(metrics):
 
 
 def split_convolutions(step: Callable) -> Callable:
-    """Returns `step` with a custom vmap rule for convolutions whose input and kernel are both batched.
+    """Returns `step` with a custom vmap rule for convolutions whose input and kernel are both
+    batched.
 
-    By default, vmap converts convolutions with a batched input and a batched kernel to one grouped convolution, for
-    which XLA has slow kernels. With the custom vmap rule, a separate convolution is computed for each index of the
-    batched axis.
+    By default, vmap converts convolutions with a batched input and a batched kernel to one grouped
+    convolution, for which XLA has slow kernels. With the custom vmap rule, a separate convolution
+    is computed for each index of the batched axis.
     """
 
     def rule(primitive, scope, inputs, equation):

@@ -1,4 +1,5 @@
-"""Population-based training: copies of good members, with changed hyperparameters, replace bad members."""
+"""Population-based training: copies of good members, with changed hyperparameters, replace bad
+members."""
 
 from __future__ import annotations
 
@@ -26,29 +27,32 @@ def evolve(
 ) -> Population:
     """Returns the population after one generation of population-based training (PBT).
 
-    The m members of the population with the lowest scores are replaced (truncation selection), where m is `fraction` of
-    the members, at least one and at most half of them. Each replaced member becomes a copy of one of the population's m
-    best members, drawn at random. The parameters, the optimizer state and the hyperparameters are copied. After a
-    member is copied, each hyperparameter of the copy that is in `space` is changed at random. With probability
-    `resample`, the new value of a hyperparameter is drawn from `space`. A hyperparameter whose new value is not drawn
-    from `space` is multiplied by one of the two `factors` (selected at random), rounded if it is an integer, and
-    clipped to its range. If a member of the population has diverged (NaN or infinite metrics), it is treated as if it
-    had the lowest score, and is not copied unless all members have diverged.
+    The m members of the population with the lowest scores are replaced (truncation selection),
+    where m is `fraction` of the members, at least one and at most half of them. Each replaced
+    member becomes a copy of one of the population's m best members, drawn at random. The
+    parameters, the optimizer state and the hyperparameters are copied. After a member is copied,
+    each hyperparameter of the copy that is in `space` is changed at random. With probability
+    `resample`, the new value of a hyperparameter is drawn from `space`. A hyperparameter whose new
+    value is not drawn from `space` is multiplied by one of the two `factors` (selected at random),
+    rounded if it is an integer, and clipped to its range. If a member of the population has
+    diverged (NaN or infinite metrics), it is treated as if it had the lowest score, and is not
+    copied unless all members have diverged.
 
     Args:
       state: a population, whose `hyper` is a dict.
-      scores: the scores of the n members of the population, an array [n]. A larger score is better; NaN is the worst
-        score.
-      space: a `Space`, which contains a range for each hyperparameter that `evolve` changes at random. Hyperparameters
-        that are not in the space, such as seeds, are copied unchanged.
+      scores: the scores of the n members of the population, an array [n]. A larger score is better;
+        NaN is the worst score.
+      space: a `Space`, which contains a range for each hyperparameter that `evolve` changes at
+        random. Hyperparameters that are not in the space, such as seeds, are copied unchanged.
       key: a PRNG key. Pass a different key for each generation.
-      fraction: the fraction of the population's members that are replaced by copies of better members, in (0, 0.5].
-      factors: the two numbers by which a hyperparameter can be multiplied.
+      fraction: the fraction of the population's members that are replaced by copies of better
+      members, in (0, 0.5]. factors: the two numbers by which a hyperparameter can be multiplied.
       resample: the probability of drawing a new value from the space, in [0, 1].
 
     Raises:
-      ValueError: `fraction` or `resample` is out of range, or the population has fewer than two members. ValueError is
-        also raised if a hyperparameter in `space` is a `Choice`, or is not a hyperparameter of the population.
+      ValueError: `fraction` or `resample` is out of range, or the population has fewer than two
+        members. ValueError is also raised if a hyperparameter in `space` is a `Choice`, or is not a
+        hyperparameter of the population.
 
     Source: Jaderberg et al. (2017), Population Based Training of Neural Networks.
 
@@ -63,7 +67,8 @@ def evolve(
     count = min(max(1, round(fraction * n)), n // 2)  # no member is both a parent and replaced
     if not 0 < fraction <= 0.5 or not 0 <= resample <= 1 or n < 2:
         raise ValueError(
-            f"evolve: expected at least 2 members, fraction in (0, 0.5] and resample in [0, 1]; got {n} "
+            f"evolve: expected at least 2 members, fraction in (0, 0.5] and resample in [0, 1]; "
+            f"got {n} "
             f"members, {fraction} and {resample}"
         )
     for name, kind in space.items():
@@ -103,20 +108,22 @@ def evolve(
 def pbt(
     step_n: Callable, score: Callable, space: Space, *, interval: int, seed: int = 0, **options: Any
 ) -> Callable:
-    """Returns a step for `tr.fit` that trains a population and calls `evolve` after every `interval` steps.
+    """Returns a step for `tr.fit` that trains a population and calls `evolve` after every
+    `interval` steps.
 
         step = search.pbt(step_n, lambda state: accuracy(state), space, interval=200)
         state = tr.fit(step, init_n(key, hyper), batches, steps=2000, workdir="runs/pbt")
 
-    The steps between two calls of `evolve` are called a generation. The random choices of a call of `evolve` depend
-    only on `seed` and on the number of the step. Therefore, a run that is interrupted at any step and then resumed has
-    the same results as an uninterrupted run, bit for bit.
+    The steps between two calls of `evolve` are called a generation. The random choices of a call of
+    `evolve` depend only on `seed` and on the number of the step. Therefore, a run that is
+    interrupted at any step and then resumed has the same results as an uninterrupted run, bit for
+    bit.
 
     Args:
       step_n: the step that `population` returns.
-      score: a JAX function `score(state)` that returns the scores of all n members of the population, an array [n], for
-        example the accuracies on validation data. A larger score is better. `score` is called at the end of each
-        generation.
+      score: a JAX function `score(state)` that returns the scores of all n members of the
+        population, an array [n], for example the accuracies on validation data. A larger score is
+        better. `score` is called at the end of each generation.
       space: the ranges of the hyperparameters, as for `evolve`.
       interval: the number of steps between two calls of `evolve`.
       seed: the seed of the random choices of `evolve`.
@@ -161,7 +168,8 @@ class PBT:
 
     @property
     def separate(self) -> bool:
-        """Returns True, so that `fit` does not compile a step of population-based training as one program.
+        """Returns True, so that `fit` does not compile a step of population-based training as one
+        program.
 
         A step of population-based training calls several compiled programs.
         """
@@ -178,7 +186,8 @@ class PBT:
         return self._step.prepare(state, batch, known)
 
     def identity(self, state, batch):
-        """Returns a dict that identifies this training, for the comparison with a run that `tr.fit` resumes."""
+        """Returns a dict that identifies this training, for the comparison with a run that `tr.fit`
+        resumes."""
         score = {f"score (jax {jax.__version__})": program(self._score, state)}
         return self._step.identity(state, batch) | self._choices | score
 

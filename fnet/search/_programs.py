@@ -1,7 +1,7 @@
 """Searches over hyperparameters that change the program, such as the depth of a network.
 
-`cost` measures or estimates the cost of a program, `feasible` selects the points whose programs stay within limits,
-and `Bayesian` selects points by Bayesian optimization."""
+`cost` measures or estimates the cost of a program, `feasible` selects the points whose programs
+stay within limits, and `Bayesian` selects points by Bayesian optimization."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Cost:
 
     Attributes:
       flops: the exact number of floating-point operations.
-      bytes: the memory for arguments, results and temporaries of the compiled program, in bytes, or None if the program
-        was not compiled.
-      seconds: the time in seconds, or None if it is unknown. If the program was run on this device, `seconds` is the
-        median of the measured times. For another chip, `seconds` is an estimated lower bound (see `hardware.roofline`).
+      bytes: the memory for arguments, results and temporaries of the compiled program, in bytes, or
+        None if the program was not compiled.
+      seconds: the time in seconds, or None if it is unknown. If the program was run on this device,
+        `seconds` is the median of the measured times. For another chip, `seconds` is an estimated
+        lower bound (see `hardware.roofline`).
       basis: how `seconds` is known, "measured" or "estimated".
 
     >>> print(search.Cost(2e6, 4e6, 0.005, "measured"))
@@ -50,7 +51,8 @@ class Cost:
 
 
 def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
-    """Returns the cost of a function, measured on this device or estimated for a chip that is not attached.
+    """Returns the cost of a function, measured on this device or estimated for a chip that is not
+    attached.
 
     Args:
       f: a JAX function.
@@ -95,8 +97,8 @@ def feasible(
     seconds: float | None = None,
     chip: str = "auto",
 ) -> list[tuple[Mapping[str, Any], Cost]]:
-    """Returns the points (sets of hyperparameters) whose programs stay within given limits, for example all networks
-    that need at most 5 ms on this CPU.
+    """Returns the points (sets of hyperparameters) whose programs stay within given limits, for
+    example all networks that need at most 5 ms on this CPU.
 
     Args:
       points: a list of points, each a dict of hyperparameters, such as `space.sobol(16)`.
@@ -107,8 +109,8 @@ def feasible(
       chip: the chip, as for `cost`. If `memory` is set, `chip` must be "auto".
 
     Returns:
-      A list of (point, cost) for the points within the limits, in the order of `points`. Programs with too many FLOPs
-      are not compiled.
+      A list of (point, cost) for the points within the limits, in the order of `points`. Programs
+      with too many FLOPs are not compiled.
 
     Raises:
       ValueError: no limit is set, or `memory` is set for a chip other than "auto".
@@ -143,8 +145,8 @@ def feasible(
 class Bayesian:
     """Bayesian optimization of hyperparameters with the tree-structured Parzen estimator of Optuna.
 
-    Bayesian optimization selects the next points of the space (sets of hyperparameters) from the scores of the previous
-    points. `search.Bayesian` needs Optuna (`pip install 'fnet[search]'`).
+    Bayesian optimization selects the next points of the space (sets of hyperparameters) from the
+    scores of the previous points. `search.Bayesian` needs Optuna (`pip install 'fnet[search]'`).
 
         search_ = search.Bayesian(space, seed=0)
         for _ in range(20):
@@ -153,7 +155,8 @@ class Bayesian:
 
     Args:
       space: the space of the hyperparameters.
-      seed: the seed of the sampler. With the same seed and the same scores, `ask` returns the same points.
+      seed: the seed of the sampler. With the same seed and the same scores, `ask` returns the same
+          points.
 
     Raises:
       ModuleNotFoundError: Optuna is not installed.
@@ -197,8 +200,8 @@ class Bayesian:
         return points
 
     def tell(self, points: Sequence[Mapping[str, Any]], scores: Sequence[float]) -> None:
-        """Reports the scores of points. A point need not have been returned by `ask`; for example, it may be a point of
-        an earlier run."""
+        """Reports the scores of points. A point need not have been returned by `ask`; for example,
+        it may be a point of an earlier run."""
         for point, score in zip(points, scores, strict=True):
             failed = score != score
             state = (

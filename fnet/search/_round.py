@@ -1,5 +1,5 @@
-"""A round of federated averaging: the clients on each device train, and the weighted sum of the clients' parameter
-changes is computed."""
+"""A round of federated averaging: the clients on each device train, and the weighted sum of the
+clients' parameter changes is computed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from fnet.training._metrics import as_metrics
 class Round:
     """A round of federated averaging, as a step for `tr.fit`.
 
-    A round of federated averaging calls a compiled program for each local step of its clients. A compiled loop over the
-    local steps would be slower on CPUs, where convolutions in compiled loops are slow.
+    A round of federated averaging calls a compiled program for each local step of its clients. A
+    compiled loop over the local steps would be slower on CPUs, where convolutions in compiled loops
+    are slow.
 
-    With the method "loop", each device trains one client after the other. The parameters of the current client stay in
-    the CPU's cache, because the client finishes all of its steps before the next client starts.
+    With the method "loop", each device trains one client after the other. The parameters of the
+    current client stay in the CPU's cache, because the client finishes all of its steps before the
+    next client starts.
 
     Attributes:
       plain: the round of federated averaging as one function that JAX can trace.
-      separate: True, which tells `tr.fit` not to compile a round of federated averaging as one program. A round calls
-          several compiled programs.
+      separate: True, which tells `tr.fit` not to compile a round of federated averaging as one
+          program. A round calls several compiled programs.
     """
 
     separate = True
@@ -107,12 +109,14 @@ class Round:
         return self._end(state, self._close(clients, answers, metrics, state.params, data[1]))
 
     def prepare(self, state: Any, batch: Any = None, known: Any = None) -> dict[str, Any]:
-        """Selects the method that runs the clients of a round: vmap, split or loop, as in `search.population`."""
+        """Selects the method that runs the clients of a round: vmap, split or loop, as in
+        `search.population`."""
         self._chosen = self._step.prepare(*self._first(state), known)
         return self._chosen
 
     def identity(self, state: Any, batch: Any = None) -> dict[str, Any]:
-        """Returns a dict that identifies this training, for the comparison with a run that `tr.fit` resumes."""
+        """Returns a dict that identifies this training, for the comparison with a run that `tr.fit`
+        resumes."""
         key = {"key": digest(state.key)} if int(state.step) == 0 else {}
         return self._choices | key | {f"round (jax {jax.__version__})": program(self.plain, state)}
 
@@ -121,8 +125,8 @@ class Round:
         return self._step.explained(*self._first(state))
 
     def _first(self, state):
-        """Returns the arguments of the first local training step on the first device of this process: the states of the
-        clients on this device (as a `Population`), and the batch."""
+        """Returns the arguments of the first local training step on the first device of this
+        process: the states of the clients on this device (as a `Population`), and the batch."""
         first, device, data = self._places[0]
         server = _put((state.params, state.key, state.step), device)
         return self._begin_jit(server, data[1], np.int32(first), self._each)[0], (
@@ -132,11 +136,12 @@ class Round:
         )
 
     def _begin(self, server, sizes, first, count):
-        """Returns the initial states of `count` clients of a federated averaging round, beginning with client `first`.
+        """Returns the initial states of `count` clients of a federated averaging round, beginning
+        with client `first`.
 
-        The result is (clients, answers). `clients` is a `Population` (the states of several training runs) that
-        contains the initial state of each client. `answers` is a bool array [count] that is False for each client that
-        will not answer.
+        The result is (clients, answers). `clients` is a `Population` (the states of several
+        training runs) that contains the initial state of each client. `answers` is a bool array
+        [count] that is False for each client that will not answer.
         """
         params, key, step = server
         keys, rows = (
@@ -175,8 +180,9 @@ class Round:
         return jax.tree.map(keep, new, carry), metrics
 
     def _close(self, clients, answers, metrics, server, sizes):
-        """Returns four values: the weighted sum of the clients' parameter changes, the sum of the clients' weights, the
-        number of clients that answered, and the sum of the clients' metrics."""
+        """Returns four values: the weighted sum of the clients' parameter changes, the sum of the
+        clients' weights, the number of clients that answered, and the sum of the clients'
+        metrics."""
         answers = answers & ~clients.diverged
         weights = jnp.where(answers, sizes[clients.hyper["client"]], 0).astype(jnp.float32)
 
@@ -219,7 +225,8 @@ def _put(tree, device):
 
 
 def _over_processes(devices):
-    """Returns a function that sums arrays over the processes of `devices`. Each process receives the sums."""
+    """Returns a function that sums arrays over the processes of `devices`. Each process receives
+    the sums."""
     first = {device.process_index: device for device in reversed(devices or ())}
     if len(first) < 2:
         return lambda tree: tree

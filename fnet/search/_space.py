@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-# The degree, the coefficients and the initial direction numbers of the primitive polynomials of dimensions 2 to 21:
-# Joe and Kuo (2008), Constructing Sobol Sequences with Better Two-Dimensional Projections, new-joe-kuo-6.
+# The degree, the coefficients and the initial direction numbers of the primitive polynomials of
+# dimensions 2 to 21: Joe and Kuo (2008), Constructing Sobol Sequences with Better Two-Dimensional
+# Projections, new-joe-kuo-6.
 _POLYNOMIALS = (
     (1, 0, (1,)),
     (2, 1, (1, 3)),
@@ -39,14 +40,14 @@ _BITS = 30
 
 
 def sobol(n: int, dimensions: int, *, seed: int | None = None, start: int = 0) -> np.ndarray:
-    """Returns points of the Sobol sequence. All coordinates are in [0, 1). The points cover the unit cube more evenly
-    than random points.
+    """Returns points of the Sobol sequence. All coordinates are in [0, 1). The points cover the
+    unit cube more evenly than random points.
 
     Args:
       n: the number of points. The points cover the unit cube most evenly if `n` is a power of 2.
       dimensions: the number of dimensions, from 1 to 21.
-      seed: the seed of a random digital shift, which XORs the binary digits of the coordinates with random digits. The
-        shifted points are still evenly distributed. None: no shift.
+      seed: the seed of a random digital shift, which XORs the binary digits of the coordinates with
+        random digits. The shifted points are still evenly distributed. None: no shift.
       start: the index of the first point.
 
     Returns:
@@ -100,18 +101,20 @@ class Uniform:
     high: float
 
     def at(self, u: float) -> float:
-        """Maps u in [0, 1] to the range of values: 0 becomes the lowest value, and 1 becomes the highest value."""
+        """Maps u in [0, 1] to the range of values: 0 becomes the lowest value, and 1 becomes the
+        highest value."""
         return float(self.low + u * (self.high - self.low))
 
     def where(self, value: float) -> float:
-        """Maps a value of the hyperparameter to [0, 1]. The method is the inverse of `at`, which maps [0, 1] to the
-        values of the hyperparameter."""
+        """Maps a value of the hyperparameter to [0, 1]. The method is the inverse of `at`, which
+        maps [0, 1] to the values of the hyperparameter."""
         return (value - self.low) / ((self.high - self.low) or 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform(Uniform):
-    """A hyperparameter in [low, high] whose logarithm is uniformly distributed, such as a learning rate.
+    """A hyperparameter in [low, high] whose logarithm is uniformly distributed, such as a learning
+    rate.
 
     >>> round(search.LogUniform(0.01, 100).at(0.5), 6)
     1.0
@@ -160,8 +163,9 @@ KINDS = {"uniform": Uniform, "log_uniform": LogUniform, "integer": Integer, "cho
 class Space(dict):
     """A space of hyperparameters: {name: `Uniform`, `LogUniform`, `Integer` or `Choice`}.
 
-    A space can be stored in a JSON file: {"learning_rate": {"log_uniform": [0.001, 1]}, "width": {"integer": [8, 64]},
-    "optimizer": {"choice": ["adam", "nesterov"]}, "weight_decay": {"uniform": [0, 0.1]}}.
+    A space can be stored in a JSON file: {"learning_rate": {"log_uniform": [0.001, 1]}, "width":
+    {"integer": [8, 64]}, "optimizer": {"choice": ["adam", "nesterov"]}, "weight_decay": {"uniform":
+    [0, 0.1]}}.
 
     >>> space = search.Space(rate=search.LogUniform(0.01, 1), depth=search.Integer(1, 3))
     >>> sorted(space.random(2, seed=0)[0])
@@ -171,7 +175,8 @@ class Space(dict):
     def random(self, n: int, *, seed: int) -> list[dict[str, Any]]:
         """Returns n independent random points, each a dict of hyperparameters.
 
-        The i-th point depends only on `seed` and i, so a larger `n` adds points and does not change the other points.
+        The i-th point depends only on `seed` and i, so a larger `n` adds points and does not change
+        the other points.
         """
         points = [np.random.default_rng([seed, i]).random(len(self)) for i in range(n)]
         return [self.at(point) for point in points]
@@ -181,21 +186,23 @@ class Space(dict):
         return [self.at(point) for point in sobol(n, len(self), seed=seed)]
 
     def at(self, point: Any) -> dict[str, Any]:
-        """Returns the hyperparameters at a point of the unit cube. `point` contains one coordinate in [0, 1] for each
-        hyperparameter."""
+        """Returns the hyperparameters at a point of the unit cube. `point` contains one coordinate
+        in [0, 1] for each hyperparameter."""
         return {name: kind.at(float(u)) for (name, kind), u in zip(self.items(), point)}
 
     def arrays(self, points: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-        """Converts n points to the hyperparameters of a population: a dict of arrays [n], float32 or int32.
+        """Converts n points to the hyperparameters of a population: a dict of arrays [n], float32
+        or int32.
 
         Raises:
-          TypeError: a value is not a number. A hyperparameter that is not a number needs a separate program for each of
-              its values.
+          TypeError: a value is not a number. A hyperparameter that is not a number needs a separate
+              program for each of its values.
         """
         for name in self:
             if any(isinstance(point[name], bool | str) or point[name] is None for point in points):
                 raise TypeError(
-                    f"Space.arrays: '{name}' is not a number; train separate programs for its values"
+                    f"Space.arrays: '{name}' is not a number; train separate programs for its "
+                    f"values"
                 )
         kind = lambda values: (
             np.int32 if all(isinstance(value, int) for value in values) else np.float32
@@ -206,7 +213,8 @@ class Space(dict):
         }
 
     def json(self) -> dict[str, Any]:
-        """Returns the space as a dict of JSON types, in the format of a JSON file that `read` accepts."""
+        """Returns the space as a dict of JSON types, in the format of a JSON file that `read`
+        accepts."""
         names = {kind: name for name, kind in KINDS.items()}
         return {
             name: {
@@ -219,11 +227,12 @@ class Space(dict):
 
     @classmethod
     def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Space:
-        """Reads a space of hyperparameters from a JSON file, or from a dict with the content of such a file.
+        """Reads a space of hyperparameters from a JSON file, or from a dict with the content of
+        such a file.
 
         Raises:
-          ValueError: the content is not a space of hyperparameters; the message names the invalid hyperparameter.
-          OSError: the file cannot be read.
+          ValueError: the content is not a space of hyperparameters; the message names the invalid
+          hyperparameter. OSError: the file cannot be read.
         """
         if isinstance(source, Mapping):
             content, where = source, "space"

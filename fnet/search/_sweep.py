@@ -1,4 +1,5 @@
-"""Sweeps: trials of an experiment, each in a separate process. Several workers can run the trials of one sweep.
+"""Sweeps: trials of an experiment, each in a separate process. Several workers can run the trials
+of one sweep.
 
     FOLDER/sweep.json              script, space, metric, sampler, flags
     FOLDER/trials/0000/trial.json  the hyperparameters
@@ -6,10 +7,11 @@
     FOLDER/trials/0000/result.json the status and the value of the metric, written last
     FOLDER/index.html              the table and plots
 
-A worker (a process that runs trials) locks a trial with `flock` and passes the lock to the process of the trial. The
-lock is released when the worker and the process of the trial have ended, so a trial is never run twice at the same
-time, even if its worker is killed. If a trial has no result and no lock, another worker continues the trial from its
-checkpoint. A worker ends when every trial has a result, or when its time is used up.
+A worker (a process that runs trials) locks a trial with `flock` and passes the lock to the process
+of the trial. The lock is released when the worker and the process of the trial have ended, so a
+trial is never run twice at the same time, even if its worker is killed. If a trial has no result
+and no lock, another worker continues the trial from its checkpoint. A worker ends when every trial
+has a result, or when its time is used up.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ class Trial:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The result of the trial, or None if the trial has not ended. The result is a dict that contains "status"
-        ("finished" or "failed"), "value" and "seconds", and for a failed trial also "reason"."""
+        """The result of the trial, or None if the trial has not ended. The result is a dict that
+        contains "status" ("finished" or "failed"), "value" and "seconds", and for a failed trial
+        also "reason"."""
         try:
             return json.loads((self.folder / "result.json").read_text())
         except FileNotFoundError:
@@ -66,8 +69,9 @@ class Sweep:
 
     Args:
       folder: the path of the folder, which is created if necessary.
-      settings: a dict of the settings of the sweep, such as the script, the search space and the sampler. If the folder
-          already contains a sweep, the settings of this sweep must be equal to `settings`.
+      settings: a dict of the settings of the sweep, such as the script, the search space and the
+          sampler. If the folder already contains a sweep, the settings of this sweep must be equal
+          to `settings`.
 
     Raises:
       ValueError: the folder contains a sweep with other settings.
@@ -88,7 +92,8 @@ class Sweep:
                 ]
                 if changed:
                     raise ValueError(
-                        f"{folder} has a sweep with other settings ({'; '.join(changed)[:400]}): use the "
+                        f"{folder} has a sweep with other settings ({'; '.join(changed)[:400]}): "
+                        f"use the "
                         "old ones, or another --workdir"
                     )
             else:
@@ -96,7 +101,8 @@ class Sweep:
 
     @contextlib.contextmanager
     def planning(self):
-        """A context manager that holds the lock of the sweep, so that only one worker at a time creates a trial."""
+        """A context manager that holds the lock of the sweep, so that only one worker at a time
+        creates a trial."""
         while True:
             try:
                 lock = Lock(self.folder)
@@ -117,8 +123,8 @@ class Sweep:
         ]
 
     def claim(self, most: int | None) -> tuple[Trial, Lock] | None:
-        """Locks an interrupted trial, or creates and locks a new trial. Returns (trial, lock), or None if there is no
-        interrupted trial and no new trial may be created.
+        """Locks an interrupted trial, or creates and locks a new trial. Returns (trial, lock), or
+        None if there is no interrupted trial and no new trial may be created.
 
         `most` is the largest number of trials, or None for no limit.
         """
@@ -175,7 +181,8 @@ class Sweep:
         ]
 
     def outcome(self, trial: Trial, code: int, seconds: float) -> dict[str, Any] | None:
-        """Returns the result of a trial whose process has ended, or None if the trial was interrupted."""
+        """Returns the result of a trial whose process has ended, or None if the trial was
+        interrupted."""
         ended = {"seconds": seconds, "value": None}
         output = (trial.folder / "output.txt").read_text(errors="replace").strip()
         if code != 0:
@@ -221,7 +228,8 @@ def run(
     flags: Sequence[str],
     workers: int = 1,
 ) -> int:
-    """Runs the trials of a sweep until the time is over or all trials have a result. Returns the exit code."""
+    """Runs the trials of a sweep until the time is over or all trials have a result. Returns the
+    exit code."""
     if not Path(script).is_file():
         raise ValueError(f"{script}: no such file; expected an experiment")
     if metric is not None:
@@ -324,7 +332,8 @@ def _work(sweep, deadline, most):
 
 
 def _execute(sweep, trial, lock, deadline):
-    """Runs a trial to its end and returns its result, or None if the trial was interrupted and can be continued."""
+    """Runs a trial to its end and returns its result, or None if the trial was interrupted and can
+    be continued."""
     began, attempts = time.monotonic(), 0
     while True:
         with open(trial.folder / "output.txt", "ab") as output:
@@ -359,8 +368,8 @@ def _execute(sweep, trial, lock, deadline):
 
 
 def _stop(process):
-    """Sends SIGTERM to a process, so that `fit` saves the last step. A process that does not end within 60 seconds
-    receives SIGKILL."""
+    """Sends SIGTERM to a process, so that `fit` saves the last step. A process that does not end
+    within 60 seconds receives SIGKILL."""
     process.terminate()
     try:
         process.wait(timeout=60)
@@ -370,7 +379,8 @@ def _stop(process):
 
 
 def _finished(workdir) -> bool:
-    """Whether the last `fit` of a run finished. A run without the file events.jsonl counts as finished."""
+    """Whether the last `fit` of a run finished. A run without the file events.jsonl counts as
+    finished."""
     try:
         lines = (workdir / "events.jsonl").read_text().splitlines()
     except FileNotFoundError:
@@ -388,8 +398,10 @@ def _report(sweep) -> Trial | None:
         metric = best.result["metric"]
         if sweep.settings["metric"] is None and not metric.startswith("validation/"):
             print(
-                f"warning: the runs have no validation metric, so the trials are compared by {metric}. The best "
-                "value is then too optimistic for new data: log a metric of validation data, or pass --metric to say "
+                f"warning: the runs have no validation metric, so the trials are compared by "
+                f"{metric}. The best "
+                "value is then too optimistic for new data: log a metric of validation data, or "
+                "pass --metric to say "
                 "that you mean this one",
                 file=sys.stderr,
             )

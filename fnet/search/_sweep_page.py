@@ -1,4 +1,5 @@
-"""The page of a sweep: table, parallel coordinates and importance, in one HTML file without scripts."""
+"""The page of a sweep: table, parallel coordinates and importance, in one HTML file without
+scripts."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def best(trials: Sequence[Any]) -> Any:
 
 
 def finished(trials: Sequence[Any]) -> list[Any]:
-    """The finished trials with the metric of the first of them. Values of different metrics cannot be compared."""
+    """The finished trials with the metric of the first of them. Values of different metrics cannot
+    be compared."""
     ended = [trial for trial in trials if trial.result and trial.result["status"] == "finished"]
     return [trial for trial in ended if trial.result["metric"] == ended[0].result["metric"]]
 
@@ -39,13 +41,15 @@ def importance(
 ) -> dict[str, tuple[float, float]]:
     """Returns (importance, p-value) for each hyperparameter.
 
-    The importance of a hyperparameter is the share of the metric's variance that this hyperparameter alone explains.
-    The trials are divided into up to four groups by the value of the hyperparameter. The importance is the adjusted R^2
-    of a one-way analysis of variance over the groups of trials, or 0 if the adjusted R^2 is negative.
+    The importance of a hyperparameter is the share of the metric's variance that this
+    hyperparameter alone explains. The trials are divided into up to four groups by the value of the
+    hyperparameter. The importance is the adjusted R^2 of a one-way analysis of variance over the
+    groups of trials, or 0 if the adjusted R^2 is negative.
 
-    With few trials, noise alone explains a large share. The p-value is the probability that a metric which does not
-    depend on any hyperparameter would explain such a share of at least one of them. It is estimated from random
-    permutations of the values, and multiplied by the number of hyperparameters (Bonferroni).
+    With few trials, noise alone explains a large share. The p-value is the probability that a
+    metric which does not depend on any hyperparameter would explain such a share of at least one of
+    them. It is estimated from random permutations of the values, and multiplied by the number of
+    hyperparameters (Bonferroni).
     """
     values = np.asarray(values, float)
     shuffled = np.random.default_rng(0).permuted(np.tile(values, (_PERMUTATIONS, 1)), axis=1)
@@ -100,8 +104,10 @@ def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str,
         parts += ["<h2>Parallel coordinates</h2>", _coordinates(ended, space, metric)]
         shares = importance([t.params for t in ended], [t.result["value"] for t in ended], space)
         parts += [
-            "<h2>Importance</h2><p>The share of the variance that each hyperparameter explains alone. A gray "
-            "share is not significant: noise would explain as much with a probability of p &gt; 0.05.",
+            "<h2>Importance</h2><p>The share of the variance that each hyperparameter explains "
+            "alone. A gray "
+            "share is not significant: noise would explain as much with a probability of p &gt; "
+            "0.05.",
             _bars(shares),
         ]
     parts.append(
@@ -131,9 +137,8 @@ def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str,
         )
     parts.append("</table></div>")
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>fnet sweep</title><style>{_STYLE}</style>"
-        + "\n".join(parts)
-        + "</html>\n"
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>fnet "
+        f"sweep</title><style>{_STYLE}</style>" + "\n".join(parts) + "</html>\n"
     )
 
 

@@ -1,7 +1,8 @@
 """Training: the training state, the loop `fit`, checkpoints, data, metrics and optimizers.
 
-You write the training step, a pure function `(state, batch) -> (state, metrics)`. `fit` calls the step for each batch,
-displays the progress, writes logs and checkpoints, runs evaluations, and resumes an interrupted run exactly.
+You write the training step, a pure function `(state, batch) -> (state, metrics)`. `fit` calls the
+step for each batch, displays the progress, writes logs and checkpoints, runs evaluations, and
+resumes an interrupted run exactly.
 """
 
 from fnet.training import _flags as flags

@@ -10,15 +10,17 @@ import optax
 
 
 def averages(leaf: Any) -> bool:
-    """Whether an average of a leaf has a meaning: whether it is floating-point or complex, not a counter or a key."""
+    """Whether an average of a leaf has a meaning: whether it is floating-point or complex, not a
+    counter or a key."""
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def widened(leaf: Any) -> jax.Array:
-    """Returns a copy of a leaf in the dtype in which averages are stored: float32 for a narrower floating-point dtype.
+    """Returns a copy of a leaf in the dtype in which averages are stored: float32 for a narrower
+    floating-point dtype.
 
-    An average moves by a small fraction of a difference in each step. In bfloat16, an addition of less than 1/512 is
-    rounded away, so that the average would never move."""
+    An average moves by a small fraction of a difference in each step. In bfloat16, an addition of
+    less than 1/512 is rounded away, so that the average would never move."""
     if (
         jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
         and jnp.finfo(jnp.result_type(leaf)).bits < 32
@@ -42,8 +44,9 @@ class AverageState(NamedTuple):
     Attributes:
         step: the number of updates, an int32 scalar.
         count: the number of parameter trees that have been averaged so far, an int32 scalar.
-        mean: the mean of the parameter trees that have been averaged so far; zeros if `count` is 0. The mean of 16-bit
-            parameters is in float32. Leaves without a mean, such as counters and keys, are the newest ones.
+        mean: the mean of the parameter trees that have been averaged so far; zeros if `count` is 0.
+            The mean of 16-bit parameters is in float32. Leaves without a mean, such as counters and
+            keys, are the newest ones.
 
     >>> tr.average_weights(start=2).init({"w": jnp.ones(3)}).mean["w"].tolist()
     [0.0, 0.0, 0.0]
@@ -55,25 +58,29 @@ class AverageState(NamedTuple):
 
 
 def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformation:
-    """Returns an Optax transformation that averages the parameters of several steps (stochastic weight averaging).
+    """Returns an Optax transformation that averages the parameters of several steps (stochastic
+    weight averaging).
 
         tx = optax.chain(optax.sgd(0.05), tr.average_weights(start=1000, every=100))    # the last of the chain
         params = tr.averaged_weights(state.opt_state)
         stats = tr.batch_statistics(model, params, state.state, batches)
 
-    The updates of the parameters are numbered from 1. The average is the mean of the parameters after the updates
-    `start`, `start + every`, `start + 2 * every` and so on. The transformation returns the updates of the optimizer
-    unchanged. The average of 16-bit parameters is computed and returned in float32.
+    The updates of the parameters are numbered from 1. The average is the mean of the parameters
+    after the updates `start`, `start + every`, `start + 2 * every` and so on. The transformation
+    returns the updates of the optimizer unchanged. The average of 16-bit parameters is computed and
+    returned in float32.
 
     Args:
         start: the number of the update after which the parameters are averaged for the first time.
-        every: the interval, in updates, at which the parameters are added to the average. Usually, `every` is the
-            number of updates in an epoch, or in a cycle of the learning-rate schedule. Default 1.
+        every: the interval, in updates, at which the parameters are added to the average. Usually,
+            `every` is the number of updates in an epoch, or in a cycle of the learning-rate
+            schedule. Default 1.
 
     Raises:
         ValueError: `start` or `every` is less than 1.
 
-    Source: Izmailov et al. (2018), Averaging Weights Leads to Wider Optima and Better Generalization, algorithm 1.
+    Source: Izmailov et al. (2018), Averaging Weights Leads to Wider Optima and Better
+    Generalization, algorithm 1.
 
     >>> tx = optax.chain(optax.sgd(1.0), tr.average_weights(start=1))
     >>> params = jnp.array(0.0)
@@ -116,13 +123,14 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
 
 
 def averaged_weights(opt_state: Any) -> Any:
-    """Returns the averaged parameters from the state of an optimizer that contains `average_weights`.
+    """Returns the averaged parameters from the state of an optimizer that contains
+    `average_weights`.
 
     The average of 16-bit parameters has the dtype float32.
 
     Raises:
-        ValueError: the optimizer does not contain exactly one `average_weights`, or no parameters have been averaged
-            yet, because there were fewer than `start` updates.
+        ValueError: the optimizer does not contain exactly one `average_weights`, or no parameters
+            have been averaged yet, because there were fewer than `start` updates.
 
     >>> tx = tr.average_weights(start=1)
     >>> _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)), jnp.zeros(2))
@@ -137,6 +145,7 @@ def averaged_weights(opt_state: Any) -> Any:
         )
     if not isinstance(found[0].count, jax.core.Tracer) and not int(found[0].count):
         raise ValueError(
-            f"averaged_weights: nothing was averaged in {int(found[0].step)} updates; train up to `start`"
+            f"averaged_weights: nothing was averaged in {int(found[0].step)} updates; train up to "
+            f"`start`"
         )
     return found[0].mean

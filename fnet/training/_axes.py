@@ -26,7 +26,8 @@ class Leaf(NamedTuple):
         names: the path, without the attribute in which a Flax variable holds its array.
         value: the leaf.
         owner: the node that contains the leaf, for example an Equinox module.
-        part: the field of an implicit array, such as "a" of a low-rank kernel, or None. `names` then ends before it.
+        part: the field of an implicit array, such as "a" of a low-rank kernel, or None. `names`
+            then ends before it.
     """
 
     names: tuple[str, ...]
@@ -82,8 +83,8 @@ def _is_flax_variable(node) -> bool:
 class Layout:
     """The roles of the axes of one parameter, see `ParamSpec.roles`. It is a leaf for JAX.
 
-    `view` separates the layers of a parameter, and `joined` is its inverse. In the view, the parameter of each layer is
-    a matrix [inputs, outputs] if it has both, and else a vector.
+    `view` separates the layers of a parameter, and `joined` is its inverse. In the view, the
+    parameter of each layer is a matrix [inputs, outputs] if it has both, and else a vector.
     """
 
     roles: tuple[str | None, ...]
@@ -94,7 +95,8 @@ class Layout:
         shape, groups, plain = leaf.value.shape, 1, []
         if len(roles) != len(shape):
             raise ValueError(
-                f"{who}: axes= names {len(roles)} axes of {leaf.shown} ({' '.join(map(str, roles))}): "
+                f"{who}: axes= names {len(roles)} axes of {leaf.shown} "
+                f"({' '.join(map(str, roles))}): "
                 "write one word for each axis"
             )
         for role, size in zip(roles, shape):
@@ -127,7 +129,8 @@ class Layout:
 
     @property
     def rank(self) -> int:
-        """The number of axes of one layer in the merged view: 2 if there are rows and columns, else 1."""
+        """The number of axes of one layer in the merged view: 2 if there are rows and columns, else
+        1."""
         _, rows, columns = self._order()
         return 2 if rows and columns else 1
 
@@ -143,17 +146,20 @@ class Layout:
 
     @property
     def matrix(self) -> bool:
-        """Whether the parameter of one layer is a matrix that maps hidden features to hidden features."""
+        """Whether the parameter of one layer is a matrix that maps hidden features to hidden
+        features."""
         inputs, outputs = self._at("in"), self._at("out", "grouped")
         return bool(inputs and outputs) and len(inputs) + len(outputs) == len(self.own)
 
     def separate(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of the axes of layers of an array of the given shape, and the number of groups if there are any."""
+        """The sizes of the axes of layers of an array of the given shape, and the number of groups
+        if there are any."""
         layers = tuple(shape[i] for i in self._at("layers"))
         return (*layers, self.groups) if self.groups > 1 else layers
 
     def _order(self) -> tuple[list[int], list[int], list[int]]:
-        """The axes of layers, rows and columns, counted in an array whose grouped axis has been cut in two."""
+        """The axes of layers, rows and columns, counted in an array whose grouped axis has been cut
+        in two."""
         roles = list(self.roles)
         if "grouped" in roles:
             at = roles.index("grouped")
@@ -174,8 +180,8 @@ class Layout:
         return Layout(tuple("out" if role == "grouped" else role for role in self.roles))
 
     def view(self, x: jax.Array, *, merge: bool) -> jax.Array:
-        """Returns the array [*layers, rows, columns], or [*layers, elements] if there are no rows or no columns. If not
-        `merge`, the axes of rows and columns stay apart."""
+        """Returns the array [*layers, rows, columns], or [*layers, elements] if there are no rows
+        or no columns. If not `merge`, the axes of rows and columns stay apart."""
         x = x.reshape(self._cut(x.shape))
         layers, rows, columns = self._order()
         x = x.transpose(*layers, *rows, *columns)
@@ -201,7 +207,8 @@ class Layout:
 
 
 class Axes:
-    """The argument `axes` of an optimizer: `model.spec(x)`, a dict of patterns, a tree of words, or several of them.
+    """The argument `axes` of an optimizer: `model.spec(x)`, a dict of patterns, a tree of words, or
+    several of them.
 
     Args:
         axes: the user's argument.
@@ -219,7 +226,8 @@ class Axes:
         ]
 
     def roles(self, leaf: Leaf) -> tuple[str | None, ...] | None:
-        """Returns the roles of a parameter's axes, or None if nothing names them. Later entries win."""
+        """Returns the roles of a parameter's axes, or None if nothing names them. Later entries
+        win."""
         found = None
         for each, tree in zip(self._all, self._trees):
             known = _words(each, leaf) if tree is None else tree.get(leaf.names)
@@ -240,8 +248,8 @@ class Axes:
         """Returns the layout of each leaf of `params`.
 
         Raises:
-            ValueError: the axes of a leaf are not known, or if `matrices`, whether it is a matrix; or a pattern matches
-                no leaf.
+            ValueError: the axes of a leaf are not known, or if `matrices`, whether it is a matrix;
+                or a pattern matches no leaf.
         """
         every = list(leaves(params))
         self._check(params, every)
@@ -256,12 +264,15 @@ class Axes:
     def unknown(self, leaf: Leaf) -> str:
         """The message for a parameter whose axes are not known."""
         return (
-            f"{self.who}: which axes of {leaf.shown} are layers, inputs and outputs is not known, and {self.who} "
-            f"treats each layer by itself. For a model of fnet, write axes=model.spec(x). Else name the axes of "
+            f"{self.who}: which axes of {leaf.shown} are layers, inputs and outputs is not known, "
+            f"and {self.who} "
+            f"treats each layer by itself. For a model of fnet, write axes=model.spec(x). Else "
+            f"name the axes of "
             f"each parameter, by patterns of paths:\n"
             f'    tr.optimizer({self.who!r}, ..., axes={{".*/kernel": "layers in out", ".*/bias": "layers '
             f'out", {leaf.path!r}: "..."}})\n'
-            "Words: layers (separate layers or experts), in, out, N*out (N groups), logits; any other word, such "
+            "Words: layers (separate layers or experts), in, out, N*out (N groups), logits; any "
+            "other word, such "
             "as vocab, is none of these. In a layer of fnet, declare them: "
             'scope.param(..., roles=("in", "out"))'
         )
@@ -278,7 +289,8 @@ class Axes:
                 if isinstance(words, str) and not any(_matches(pattern, leaf) for leaf in every):
                     near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
                     raise ValueError(
-                        f"{self.who}: the pattern {pattern!r} of axes= matches no parameter; nearest: "
+                        f"{self.who}: the pattern {pattern!r} of axes= matches no parameter; "
+                        f"nearest: "
                         f"{', '.join(map(repr, near))}"
                     )
 
@@ -288,7 +300,8 @@ def _is_masked(node) -> bool:
 
 
 def _words(axes: Mapping, leaf: Leaf):
-    """Returns what a mapping says about a leaf: the node at its path, or the words of the last pattern that matches."""
+    """Returns what a mapping says about a leaf: the node at its path, or the words of the last
+    pattern that matches."""
     node = axes
     for name in leaf.names:
         node = node.params if isinstance(node, Spec) else node
@@ -304,7 +317,8 @@ def _words(axes: Mapping, leaf: Leaf):
 
 
 def _matches(pattern: str, leaf: Leaf) -> bool:
-    """Whether a regular expression matches the complete path of a leaf, or the first names of the path."""
+    """Whether a regular expression matches the complete path of a leaf, or the first names of the
+    path."""
     names = leaf.path.split("/")
     try:
         return any(re.fullmatch(pattern, "/".join(names[: i + 1])) for i in range(len(names)))

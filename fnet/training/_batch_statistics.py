@@ -18,35 +18,41 @@ _NO_AVERAGE = 1 - 1e-6  # a leaf that keeps so much of its old value counts or s
 def batch_statistics(
     f: Callable, params: Any, state: Any, batches: Iterable[Any], *, key: Any = None
 ) -> Any:
-    """Recomputes the running statistics of a model, such as those of BatchNorm, from the given batches.
+    """Recomputes the running statistics of a model, such as those of BatchNorm, from the given
+    batches.
 
-    The running statistics of BatchNorm are valid only for the parameters with which they were computed. Therefore,
-    recompute the statistics after you average, prune or quantize the parameters. Each statistic, such as the mean of an
-    activation, is computed for each of the given batches, and the new running statistic is the mean of the results.
+    The running statistics of BatchNorm are valid only for the parameters with which they were
+    computed. Therefore, recompute the statistics after you average, prune or quantize the
+    parameters. Each statistic, such as the mean of an activation, is computed for each of the given
+    batches, and the new running statistic is the mean of the results.
 
-    The function works for any model whose state contains running averages `new = m * old + (1 - m) * statistic`, and
-    for averages that are divided by `1 - m ** counter`, either when they are updated (Haiku's BatchNorm) or when they
-    are used (Equinox's BatchNorm with mode="batch"). It finds m, and which arrays are averages, by calling the model
-    with several states. m may differ from element to element and from batch to batch: a mean of each class, for
-    example, that a batch without the class does not change (m = 1) is the mean over the batches with the class.
+    The function works for any model whose state contains running averages `new = m * old + (1 - m)
+    * statistic`, and for averages that are divided by `1 - m ** counter`, either when they are
+    updated (Haiku's BatchNorm) or when they are used (Equinox's BatchNorm with mode="batch"). It
+    finds m, and which arrays are averages, by calling the model with several states. m may differ
+    from element to element and from batch to batch: a mean of each class, for example, that a batch
+    without the class does not change (m = 1) is the mean over the batches with the class.
 
     Args:
-        f: the model, a function that is called as `f(params, *batch, state=state, key=key, train=True)` and returns
-            (output, new state). If the state contains counters, f is also called with train=False.
+        f: the model, a function that is called as `f(params, *batch, state=state, key=key,
+            train=True)` and returns (output, new state). If the state contains counters, f is also
+            called with train=False.
         params: the parameters.
-        state: the state of the model, for example from the training run. The old values of the running averages in
-            `state` are not used. Leaves of `state` that are not running averages, such as counters, are returned
-            unchanged; bools are those after an update.
-        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`. If f has
-            only one argument after `params`, a batch may be this argument itself instead of a tuple of length 1.
+        state: the state of the model, for example from the training run. The old values of the
+            running averages in `state` are not used. Leaves of `state` that are not running
+            averages, such as counters, are returned unchanged; bools are those after an update.
+        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after
+            `params`. If f has only one argument after `params`, a batch may be this argument itself
+            instead of a tuple of length 1.
         key: a PRNG key for f. Default None.
 
     Returns:
         The state of the model with the new statistics.
 
     Raises:
-        ValueError: `batches` is empty, a statistic of a batch is not finite, the new state has another structure than
-            `state`, or an array of the state is neither a running average nor independent of the others.
+        ValueError: `batches` is empty, a statistic of a batch is not finite, the new state has
+            another structure than `state`, or an array of the state is neither a running average
+            nor independent of the others.
 
     Source: Izmailov et al. (2018), section 3.2; PyTorch's `torch.optim.swa_utils.update_bn`.
 
@@ -73,7 +79,8 @@ def batch_statistics(
 
 
 class _Probe:
-    """Finds out what each floating-point array of a state is, by updates of different old states with one batch.
+    """Finds out what each floating-point array of a state is, by updates of different old states
+    with one batch.
 
     Attributes:
         zeros: for each floating-point array, zeros; float32 in place of 16-bit dtypes.
@@ -113,7 +120,8 @@ class _Probe:
                 weights[i] = np.where(np.abs(weight - kind) < _NEAR, kind, weight)
                 if (weights[i] < -_NEAR).any() or (weights[i] > 1 + _NEAR).any():
                     raise ValueError(
-                        f"batch_statistics: batch {number} changes '{self._path(i)}' in another way than "
+                        f"batch_statistics: batch {number} changes '{self._path(i)}' in another "
+                        f"way than "
                         "batch 0: expected running averages, new = m * old + (1 - m) * statistic"
                     )
         return new, weights
@@ -141,7 +149,8 @@ class _Probe:
         new = self.f(self.params, *batch, state=self._whole(floats), train=True, **self.options)[1]
         if jax.tree.structure(new) != self.structure:
             raise ValueError(
-                "batch_statistics: expected f to return (output, new state) with the structure of state "
+                "batch_statistics: expected f to return (output, new state) with the structure of "
+                "state "
                 f"{self.structure}; got {jax.tree.structure(new)}"
             )
         leaves = jax.tree.leaves(new)
@@ -149,8 +158,8 @@ class _Probe:
         return [leaves[i].astype(zero.dtype) for i, zero in zip(self.floats, self.zeros)], others
 
     def _derived(self, batch):
-        """Returns the new values of zeros, the other arrays, and the derivatives of the new values with respect to the
-        old ones, which have no rounding errors of the statistics."""
+        """Returns the new values of zeros, the other arrays, and the derivatives of the new values
+        with respect to the old ones, which have no rounding errors of the statistics."""
         ones = [jnp.ones_like(x) for x in self.zeros]
         new, weights, others = jax.jvp(
             lambda floats: self._updated(floats, batch), (self.zeros,), (ones,), has_aux=True
@@ -165,8 +174,9 @@ class _Probe:
         return [np.asarray(x, np.float64) for x in self._update(floats, batch)[0]]
 
     def _measure(self, exact):
-        """Finds the kind of each array: its weights m if it is an average (a float if they are equal), (array, c) if
-        it is c times an average, None if it depends on itself alone, in another way."""
+        """Finds the kind of each array: its weights m if it is an average (a float if they are
+        equal), (array, c) if it is c times an average, None if it depends on itself alone, in
+        another way."""
         fills = [
             [self._level(i) * draw for i, draw in enumerate(draws)]
             for draws in np.random.default_rng(0).uniform(1, 2, (2, len(self.zeros)))
@@ -186,7 +196,8 @@ class _Probe:
                 self.kinds[i] = self._multiple(i, [self.base, *runs])
 
     def _level(self, i):
-        """A value of each element that is of the size of its statistic, so that none is lost beside the other."""
+        """A value of each element that is of the size of its statistic, so that none is lost beside
+        the other."""
         base = np.abs(self.base[i])
         sizes = np.where(base > 0, base, base.max(initial=0.0) or 1.0)
         return np.maximum(2.0 ** np.ceil(np.log2(sizes)), 2.0**-100)
@@ -198,7 +209,8 @@ class _Probe:
         ).all()
 
     def _multiple(self, i, runs):
-        """Returns (j, c) if the new value of array i is c times the new value of the average j in all runs."""
+        """Returns (j, c) if the new value of array i is c times the new value of the average j in
+        all runs."""
         for j, kind in enumerate(self.kinds):
             if (
                 not isinstance(kind, float)
@@ -222,7 +234,8 @@ class _Probe:
         )
 
     def state(self, total, share):
-        """Returns the state with the averages, from the sums of the updates of zeros and of 1 - m over the batches."""
+        """Returns the state with the averages, from the sums of the updates of zeros and of 1 - m
+        over the batches."""
         values = [widened(self.leaves[i]) for i in self.floats]
         biased = list(values)  # for a model that divides averages by 1 - m ** counter
         for i, kind in enumerate(self.kinds):
@@ -247,7 +260,8 @@ class _Probe:
                 ]
                 return self._whole(cast, leaves)
         raise ValueError(
-            "batch_statistics: the output of the model depends on the counters of its state in an unknown "
+            "batch_statistics: the output of the model depends on the counters of its state in an "
+            "unknown "
             "way: expected averages that are divided by 1 - m ** counter, and equal counters"
         )
 
@@ -265,7 +279,8 @@ class _Probe:
         return counts.pop() if len(counts) == 1 else 0
 
     def _independent_of_counters(self, floats, leaves, averages):
-        """Whether, without training, the outputs with these arrays equal those for `averages` after many updates."""
+        """Whether, without training, the outputs with these arrays equal those for `averages` after
+        many updates."""
         counters = self._counters()
         if not counters:
             return True
@@ -284,7 +299,8 @@ class _Probe:
 
 
 def _kind(weights, base):
-    """Returns the weights of the old values of an array if it is an average. `base` is the update of zeros."""
+    """Returns the weights of the old values of an array if it is an average. `base` is the update
+    of zeros."""
     middle = float(np.median(weights)) if weights.size else 1.0
     if not (np.abs(weights - middle) > _NEAR).any():
         return float(weights.ravel()[0]) if weights.size else 1.0

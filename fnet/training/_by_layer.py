@@ -16,33 +16,36 @@ _ONE = "one layer"
 def by_layer(optimizer: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
     """Returns an Optax transformation that treats each layer of a stack as a parameter of its own.
 
-    Many optimizers do something for each layer: they divide by its norm, orthogonalize its matrix, or store a sum for
-    each of its rows and columns. To Optax, a layer is an array. `nn.Stack` keeps all of its layers in one array, and so
-    do `flax.linen.scan`, `nnx.vmap` and `equinox.filter_vmap`; one norm would then be shared by all.
+    Many optimizers do something for each layer: they divide by its norm, orthogonalize its matrix,
+    or store a sum for each of its rows and columns. To Optax, a layer is an array. `nn.Stack` keeps
+    all of its layers in one array, and so do `flax.linen.scan`, `nnx.vmap` and
+    `equinox.filter_vmap`; one norm would then be shared by all.
 
         optimizer = tr.by_layer(optax.adafactor(1e-3), model.spec(x))
 
-    `optimizer` sees what it would see for the unstacked model. A kernel is a matrix [inputs, outputs]: the window and
-    the input channels of a convolution are its inputs, heads and head_dim of a query kernel its outputs. The groups of
-    a grouped convolution and the experts of a mixture are separate matrices. A parameter without inputs or without
-    outputs, such as a bias, is a vector.
+    `optimizer` sees what it would see for the unstacked model. A kernel is a matrix [inputs,
+    outputs]: the window and the input channels of a convolution are its inputs, heads and head_dim
+    of a query kernel its outputs. The groups of a grouped convolution and the experts of a mixture
+    are separate matrices. A parameter without inputs or without outputs, such as a bias, is a
+    vector.
 
     Args:
-        optimizer: the Optax transformation, which must treat each array by itself. For example, clip by a global norm
-            outside of `by_layer`.
-        axes: what the axes of the parameters are: `model.spec(x)` of a layer, or a dict {pattern: words}, such as
-            `{".*/kernel": "layers in out", ".*/bias": "layers out"}`. A pattern is a regular expression for the path of
-            a parameter, or for the first names of its path; of several patterns that match, the last counts. The words
-            are explained at `ParamSpec.roles`. To change some entries of a spec, pass a list: `[model.spec(x), {"head":
-            "in logits"}]`.
+        optimizer: the Optax transformation, which must treat each array by itself. For example,
+            clip by a global norm outside of `by_layer`.
+        axes: what the axes of the parameters are: `model.spec(x)` of a layer, or a dict {pattern:
+            words}, such as `{".*/kernel": "layers in out", ".*/bias": "layers out"}`. A pattern is
+            a regular expression for the path of a parameter, or for the first names of its path; of
+            several patterns that match, the last counts. The words are explained at
+            `ParamSpec.roles`. To change some entries of a spec, pass a list: `[model.spec(x),
+            {"head": "in logits"}]`.
 
     Returns:
-        The transformation. If there are stacked layers, its state is a dict with one state of `optimizer` for each
-        number of layers.
+        The transformation. If there are stacked layers, its state is a dict with one state of
+        `optimizer` for each number of layers.
 
     Raises:
-        ValueError: the axes of a parameter are not known, or do not fit its shape. The transformation raises it when it
-            is first used.
+        ValueError: the axes of a parameter are not known, or do not fit its shape. The
+            transformation raises it when it is first used.
 
     >>> params = {"kernel": jnp.stack([jnp.ones((2, 2)), 3 * jnp.ones((2, 2))])}     # [layers, in, out]
     >>> tx = tr.by_layer(optax.scale_by_trust_ratio(), {"kernel": "layers in out"})
@@ -59,15 +62,17 @@ def each_layer(
     """Returns the transformation of `by_layer`.
 
     Args:
-        build: a function that maps a tree of `Layout`s to the transformation of these parameters. The tree has None for
-            each parameter that has another number of layers.
+        build: a function that maps a tree of `Layout`s to the transformation of these parameters.
+            The tree has None for each parameter that has another number of layers.
         axes: the user's axes.
-        matrices: whether the transformation sees the parameter of each layer as a matrix or a vector. Otherwise, it
-            sees the array with its own axes: enough for a norm, and a sharded array is not reshaped.
+        matrices: whether the transformation sees the parameter of each layer as a matrix or a
+            vector. Otherwise, it sees the array with its own axes: enough for a norm, and a sharded
+            array is not reshaped.
     """
 
     def groups(tree):
-        """Yields (name, sizes of the axes of layers, {number of the leaf: layout}), a tuple for each group."""
+        """Yields (name, sizes of the axes of layers, {number of the leaf: layout}), a tuple for
+        each group."""
         layouts = axes.layouts(tree, matrices=matrices)
         if not matrices:
             layouts = [layout.without_groups() for layout in layouts]

@@ -18,7 +18,8 @@ LENGTHS = ("steps", "epochs")  # fields that state the length of a run, which ma
 
 
 class ConfigError(ValueError):
-    """A configuration is invalid, or differs from the configuration of the run that would be resumed.
+    """A configuration is invalid, or differs from the configuration of the run that would be
+    resumed.
 
     The message has one line.
 
@@ -36,13 +37,14 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
     Fields for which `values` contains no value get their defaults.
 
     Args:
-      cls: a dataclass. The type of each field is bool, int, float or str, or a union of one of these types and None.
-      values: the values, by field name.
+      cls: a dataclass. The type of each field is bool, int, float or str, or a union of one of
+      these types and None. values: the values, by field name.
       source: the origin of the values, such as a file name, for error messages. Default "".
 
     Raises:
-      ConfigError: `values` contains a name that is not a field of `cls`, or a value that does not have the type of its
-        field. A ConfigError is also raised if `values` contains no value for a field without a default.
+      ConfigError: `values` contains a name that is not a field of `cls`, or a value that does not
+        have the type of its field. A ConfigError is also raised if `values` contains no value for a
+        field without a default.
 
     Example:
       >>> @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,8 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
     The file may be local or in an object store.
 
     Raises:
-      ConfigError: the file does not exist, or does not contain a JSON object that `from_dict` accepts.
+      ConfigError: the file does not exist, or does not contain a JSON object that `from_dict`
+          accepts.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)
@@ -111,7 +114,8 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 
     Args:
       config: a dataclass, or a dict of JSON types.
-      workdir: the folder of the run, as a path or a URL. The folder is created if it does not exist.
+      workdir: the folder of the run, as a path or a URL. The folder is created if it does not
+          exist.
 
     >>> import json, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -128,18 +132,20 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:
     """Raises an error if `workdir` contains a run with another configuration.
 
-    The function compares `config` with the file config.json in `workdir`. When `fit` resumes a run, `fit(config=)`
-    compares `config` with the configuration in the checkpoint.
+    The function compares `config` with the file config.json in `workdir`. When `fit` resumes a run,
+    `fit(config=)` compares `config` with the configuration in the checkpoint.
 
     Args:
       config: the current configuration, a dataclass.
-      workdir: the folder of the run. If the folder of the run contains no config.json, no error is raised.
-      but: the names of fields whose values may differ between `config` and the run in `workdir`. Fields that were
-        declared with `compare=False` may also differ, and the values of the fields `steps` and `epochs` may be larger
-        than before. Default ().
+      workdir: the folder of the run. If the folder of the run contains no config.json, no error is
+          raised.
+      but: the names of fields whose values may differ between `config` and the run in `workdir`.
+        Fields that were declared with `compare=False` may also differ, and the values of the fields
+        `steps` and `epochs` may be larger than before. Default ().
 
     Raises:
-      ConfigError: a field differs. The error message lists each field that differs, with its old and new values.
+      ConfigError: a field differs. The error message lists each field that differs, with its old
+          and new values.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)

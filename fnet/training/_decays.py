@@ -50,16 +50,18 @@ _PARTS_OF_IMPLICIT_ARRAYS = {"a", "b", "base", "values", "codes"}
 def decays(params: Any, axes: Any = None) -> Any:
     """Returns a tree of bools that states to which leaves of `params` weight decay applies.
 
-    The result is False for biases and for the scales of normalizations, and True for all other leaves. A bias may have
-    several axes, for example in an attention layer or in a stack of layers, so the number of axes decides nothing. If
-    `axes` names the axes of a leaf, these decide: a bias or a scale has one number for each output, so all of its axes
-    are outputs (or layers). Otherwise the name decides, such as "bias", "b", "scale", "offset" or "gamma" on the one
-    hand, "kernel", "w" or "embedding" on the other; in a module of Equinox, the class of the module that contains the
-    array `weight`.
+    The result is False for biases and for the scales of normalizations, and True for all other
+    leaves. A bias may have several axes, for example in an attention layer or in a stack of layers,
+    so the number of axes decides nothing. If `axes` names the axes of a leaf, these decide: a bias
+    or a scale has one number for each output, so all of its axes are outputs (or layers). Otherwise
+    the name decides, such as "bias", "b", "scale", "offset" or "gamma" on the one hand, "kernel",
+    "w" or "embedding" on the other; in a module of Equinox, the class of the module that contains
+    the array `weight`.
 
     Args:
         params: parameters of any library.
-        axes: what the axes of the parameters are, as in `by_layer`, for example `model.spec(x)`. Default None.
+        axes: what the axes of the parameters are, as in `by_layer`, for example `model.spec(x)`.
+            Default None.
 
     Raises:
         ValueError: neither `axes` nor the name of a leaf say whether it is a bias or scale.
@@ -83,7 +85,8 @@ def _decays(leaf: Leaf, axes: Axes) -> bool:
         return not layout.spared
     if (named := _by_name(leaf)) is None:
         raise ValueError(
-            f"weight decay: whether {leaf.shown} is a bias or a scale is not known from its name. Say what its axes "
+            f"weight decay: whether {leaf.shown} is a bias or a scale is not known from its name. "
+            f"Say what its axes "
             f'are, for example tr.optimizer(..., axes={{{leaf.path!r}: "in out"}}) for a matrix, {{{leaf.path!r}: '
             f'"out"}} for a bias or a scale, "layers out" if it is stacked; or pass decay_all=True'
         )
@@ -91,7 +94,8 @@ def _decays(leaf: Leaf, axes: Axes) -> bool:
 
 
 def _by_name(leaf: Leaf) -> bool | None:
-    """Whether a leaf decays according to its name and to the module that contains it; None if they do not say."""
+    """Whether a leaf decays according to its name and to the module that contains it; None if they
+    do not say."""
     words = {
         re.sub(r"\d+", "", word)
         for word in re.split(r"[\W_]+", leaf.names[-1].lower() if leaf.names else "")

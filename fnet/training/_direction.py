@@ -39,14 +39,17 @@ _MEMBERS = ("mean", "min", "max")  # of a population: validation/accuracy/max
 
 
 def direction(metric: str, mode: str | None, option: str) -> str:
-    """Returns "max" or "min": `mode` if it is given, otherwise the direction of a metric in the table `DIRECTIONS`.
+    """Returns "max" or "min": `mode` if it is given, otherwise the direction of a metric in the
+    table `DIRECTIONS`.
 
     Args:
-      metric: the logged name of the metric, such as "validation/accuracy". Only its last part is looked up, as a whole.
-      option: the name of the option with which the user states the direction, such as "mode=", for messages.
+      metric: the logged name of the metric, such as "validation/accuracy". Only its last part is
+      looked up, as a whole. option: the name of the option with which the user states the
+      direction, such as "mode=", for messages.
 
     Raises:
-      ValueError: `mode` is neither "max" nor "min", or it is None and the table does not contain the metric.
+      ValueError: `mode` is neither "max" nor "min", or it is None and the table does not contain
+          the metric.
     """
     if mode is not None:
         if mode not in ("max", "min"):
@@ -60,6 +63,7 @@ def direction(metric: str, mode: str | None, option: str) -> str:
     )
     if name.lower() not in DIRECTIONS:
         raise ValueError(
-            f"'{metric}': is its largest or its smallest value the best? Pass {option}max or {option}min"
+            f"'{metric}': is its largest or its smallest value the best? Pass {option}max or "
+            f"{option}min"
         )
     return DIRECTIONS[name.lower()]

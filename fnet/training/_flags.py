@@ -39,13 +39,15 @@ def option(
     """Returns a field for the dataclass of a configuration.
 
     Args:
-      default: the value of the field if the flag is not given. If `default` is None, another source, such as a preset,
-        determines the value of the field.
+      default: the value of the field if the flag is not given. If `default` is None, another
+        source, such as a preset, determines the value of the field.
       help: the help text of the flag.
-      within: the interval of allowed values, such as "[0, 1)" or "(0, 100]". Default None: any value.
+      within: the interval of allowed values, such as "[0, 1)" or "(0, 100]". Default None: any
+          value.
       choices: the allowed values, a sequence of strings. Default None: any value.
-      decides: whether the value of the field affects the result of a run. With `decides=True`, an interrupted run can
-        be resumed only if this configuration field has the same value as before. Default True.
+      decides: whether the value of the field affects the result of a run. With `decides=True`, an
+        interrupted run can be resumed only if this configuration field has the same value as
+        before. Default True.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,10 +66,12 @@ def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
     The value of --config is the path of a JSON file that contains values of the fields.
 
     Args:
-      cls: the dataclass. The type of each field is bool, int, float or str, or a union of one of these types and None.
-      values: the object in which the flags are defined, such as absl.flags.FLAGS.
-      by: the name of the field that selects a preset (a dict of field values). For example, if `by` is "mode", the help
-        text of each field with the default None contains "set by --mode" as the default. Default None (no presets).
+      cls: the dataclass. The type of each field is bool, int, float or str, or a union of one of
+      these types and None. values: the object in which the flags are defined, such as
+      absl.flags.FLAGS.
+      by: the name of the field that selects a preset (a dict of field values). For example, if `by`
+        is "mode", the help text of each field with the default None contains "set by --mode" as the
+        default. Default None (no presets).
     """
     from absl import flags
 
@@ -100,19 +104,21 @@ def read(
 ) -> Config:
     """Returns the configuration that the flags describe.
 
-    `read` takes the value of a field from the first of these sources that contains a value: the flag of the field, the
-    file that --config names, the preset, and the default of the field.
+    `read` takes the value of a field from the first of these sources that contains a value: the
+    flag of the field, the file that --config names, the preset, and the default of the field.
 
     Args:
       cls: the dataclass that was passed to `define`.
       values: the parsed flags.
-      presets: a dict {name of a preset: values of its fields}, such as `presets.IMAGE_CLASSIFICATION`. Default None:
-        there are no presets.
-      by: the name of the field whose value is the name of the preset. Default None: there are no presets.
+      presets: a dict {name of a preset: values of its fields}, such as
+        `presets.IMAGE_CLASSIFICATION`. Default None: there are no presets.
+      by: the name of the field whose value is the name of the preset. Default None: there are no
+          presets.
 
     Raises:
-      ConfigError: the preset is unknown, or a value has the wrong type. `read` does not check whether a value is in the
-        interval, or among the choices, that `option` declares for the field. To check a configuration, call `check`.
+      ConfigError: the preset is unknown, or a value has the wrong type. `read` does not check
+        whether a value is in the interval, or among the choices, that `option` declares for the
+        field. To check a configuration, call `check`.
     """
     chosen = {}
     if values.config:
@@ -132,7 +138,8 @@ def read(
 
 
 def check(config: Any) -> None:
-    """Raises ConfigError if a field of a configuration has a value that its `option` does not allow.
+    """Raises ConfigError if a field of a configuration has a value that its `option` does not
+    allow.
 
     An invalid value is outside the interval `within`, or is not one of the `choices`.
     """
@@ -152,8 +159,8 @@ def check_within(name: str, value: float, interval: str) -> None:
     Args:
       name: the name of the flag, for the message.
       value: the number.
-      interval: the lower and the upper bound of `value` as a string, such as "(0, 1]". A square bracket includes a
-        bound, and a parenthesis excludes it.
+      interval: the lower and the upper bound of `value` as a string, such as "(0, 1]". A square
+        bracket includes a bound, and a parenthesis excludes it.
 
     >>> tr.flags.check_within("rate", 0.5, "(0, 1]")    # no error
     """
@@ -165,7 +172,8 @@ def check_within(name: str, value: float, interval: str) -> None:
 
 
 def regular_file(name: str, path: str | Path) -> None:
-    """Raises ConfigError if the path is a pipe or a device, because reading from a pipe or a device may never end.
+    """Raises ConfigError if the path is a pipe or a device, because reading from a pipe or a device
+    may never end.
 
     Args:
       name: the name of the flag, for the message.

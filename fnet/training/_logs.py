@@ -1,4 +1,5 @@
-"""Logs of a run: metrics.jsonl, and TensorBoard event files, for which tensorboardX is imported on first use."""
+"""Logs of a run: metrics.jsonl, and TensorBoard event files, for which tensorboardX is imported on
+first use."""
 
 from __future__ import annotations
 
@@ -39,13 +40,15 @@ class LogWarning(UserWarning):
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads the file metrics.jsonl of a run.
 
-    If a process was killed while it wrote the last line of metrics.jsonl, this incomplete line is omitted.
+    If a process was killed while it wrote the last line of metrics.jsonl, this incomplete line is
+    omitted.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
 
     Returns:
-      A list with one dict for each line of metrics.jsonl. The list is empty if the file does not exist.
+      A list with one dict for each line of metrics.jsonl. The list is empty if the file does not
+      exist.
 
     Raises:
       ValueError: a line, except the last line, is not a JSON object with an integer "step".
@@ -64,15 +67,16 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
         for number, line in wrong.items():
             if number < last:
                 raise ValueError(
-                    f"{path}, line {number} is not JSON with an integer 'step', remove it: {line[:80]!r}"
+                    f"{path}, line {number} is not JSON with an integer 'step', remove it: "
+                    f"{line[:80]!r}"
                 )
         rows += more
     return rows
 
 
 def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
-    """Parses the lines of a log. Returns a list of the rows, a dict {line number: line} of the lines that cannot be
-    parsed, and the number of the last line."""
+    """Parses the lines of a log. Returns a list of the rows, a dict {line number: line} of the
+    lines that cannot be parsed, and the number of the last line."""
     rows, wrong, number = [], {}, 0
     for number, line in enumerate(raw.splitlines(), 1):
         try:
@@ -92,21 +96,24 @@ def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
 class Logger:
     """Writes scalars to `workdir/metrics.jsonl` and to TensorBoard's event files.
 
-    Each line of metrics.jsonl is a JSON object with "step" and the values of this step. NaN and infinity are written as
-    null. Arrays, such as a confusion matrix, are not logged. `Histogram`, `Image` and `Text` values are written only to
-    TensorBoard's event files.
+    Each line of metrics.jsonl is a JSON object with "step" and the values of this step. NaN and
+    infinity are written as null. Arrays, such as a confusion matrix, are not logged. `Histogram`,
+    `Image` and `Text` values are written only to TensorBoard's event files.
 
     Args:
-      workdir: the folder of the run, as a path or a URL. In an object store, each call of `write` writes the complete
-        log object again. When a log object has reached 256 KiB, a new object is started, such as metrics.jsonl.0001.
-      step: the step from which the run is resumed. Log lines of steps after `step` are removed, because the resumed run
-        writes them again. The log contains lines of steps after `step` if the previous process was killed some steps
-        after its last checkpoint. Damaged log lines are also removed, with a `LogWarning`, and the original file is
-        kept as metrics.jsonl.damaged. If `step` is 0 (default), all existing log lines are removed.
+      workdir: the folder of the run, as a path or a URL. In an object store, each call of `write`
+        writes the complete log object again. When a log object has reached 256 KiB, a new object is
+        started, such as metrics.jsonl.0001.
+      step: the step from which the run is resumed. Log lines of steps after `step` are removed,
+        because the resumed run writes them again. The log contains lines of steps after `step` if
+        the previous process was killed some steps after its last checkpoint. Damaged log lines are
+        also removed, with a `LogWarning`, and the original file is kept as metrics.jsonl.damaged.
+        If `step` is 0 (default), all existing log lines are removed.
       tensorboard: whether to write TensorBoard's event files, too. Default True.
-      again: the names of the logged values that the resumed run computes again at `step`, such as "validation/loss".
-        The name of an evaluation, such as "validation", stands for all of its values. If a log line of step `step`
-        contains a value with one of the names in `again`, the line is removed. Default ().
+      again: the names of the logged values that the resumed run computes again at `step`, such as
+        "validation/loss". The name of an evaluation, such as "validation", stands for all of its
+        values. If a log line of step `step` contains a value with one of the names in `again`, the
+        line is removed. Default ().
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +153,8 @@ class Logger:
             kept = path.parent / f"{path.name}.damaged"
             kept.write_bytes(raw)
             warnings.warn(
-                f"{path}: {len(torn)} damaged lines were left out, the first of them line {min(torn)}; "
+                f"{path}: {len(torn)} damaged lines were left out, the first of them line "
+                f"{min(torn)}; "
                 f"the file is kept as {kept.name}",
                 LogWarning,
                 stacklevel=6,
@@ -163,7 +171,8 @@ class Logger:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the values of a step as one line of metrics.jsonl.
 
-        When `write` returns, the line has been passed to the operating system, or is in the object store.
+        When `write` returns, the line has been passed to the operating system, or is in the object
+        store.
 
         Args:
           step: the number of the step.
@@ -189,8 +198,8 @@ class Logger:
     def note(self, step: int, text: str) -> None:
         """Adds an event, such as a recompilation, to events.jsonl.
 
-        `fnet report` shows the events. If the run is in an object store, or the file cannot be written, the event is
-        not recorded.
+        `fnet report` shows the events. If the run is in an object store, or the file cannot be
+        written, the event is not recorded.
         """
         if isinstance(self.workdir, StorePath):
             return
@@ -218,8 +227,8 @@ def _exact(value: Any, rounded: float) -> float | int:
 class _Events:
     """Writes a TensorBoard event file, with tensorboardX's protocol buffers.
 
-    tensorboardX's SummaryWriter is not used, because it writes in a thread. If the disk is full, the thread of
-    SummaryWriter prints tracebacks, and no error is raised in the run."""
+    tensorboardX's SummaryWriter is not used, because it writes in a thread. If the disk is full,
+    the thread of SummaryWriter prints tracebacks, and no error is raised in the run."""
 
     def __init__(self, folder: Path | StorePath, first: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -264,8 +273,8 @@ class _Events:
 
 
 def _written(file: Any, data: bytes) -> None:
-    """Writes all of `data` to an unbuffered file. On a disk that is nearly full, one call of `file.write` may write
-    only a part of `data`."""
+    """Writes all of `data` to an unbuffered file. On a disk that is nearly full, one call of
+    `file.write` may write only a part of `data`."""
     try:
         while data:
             data = data[file.write(data) :]

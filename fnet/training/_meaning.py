@@ -1,4 +1,5 @@
-"""Marks the state of an optimizer if an earlier release of fnet would have updated the parameters in another way."""
+"""Marks the state of an optimizer if an earlier release of fnet would have updated the parameters
+in another way."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from fnet.training._axes import Axes, leaves
 from fnet.training._decays import decays
 
 _NEW_RUN = (
-    "Continue the run with the release of fnet that began it, or begin a new run with its parameters, which "
+    "Continue the run with the release of fnet that began it, or begin a new run with its "
+    "parameters, which "
     "tr.load(workdir).params returns"
 )
 _EXPLAINED = {
@@ -23,20 +25,25 @@ _EXPLAINED = {
     f"for kernels. {_NEW_RUN}",
 }
 _WIDENED = (
-    "averages of 16-bit parameters are now stored in float32, because they did not move in 16 bits. "
-    "tr.restore(workdir, state, cast=True) converts the checkpoint; pass its result to fit with a new workdir"
+    "averages of 16-bit parameters are now stored in float32, because they did not move in 16 "
+    "bits. "
+    "tr.restore(workdir, state, cast=True) converts the checkpoint; pass its result to fit with a "
+    "new workdir"
 )
 
 
 class Meaning(NamedTuple):
-    """The state of `meaning`. A field is a number if the rule applies to the parameters, and else None.
+    """The state of `meaning`. A field is a number if the rule applies to the parameters, and else
+    None.
 
-    A checkpoint of a run that began under the earlier rule does not have this number, and is rejected when it is
-    resumed. Runs whose updates are the same under both rules have no numbers, so they resume as ever.
+    A checkpoint of a run that began under the earlier rule does not have this number, and is
+    rejected when it is resumed. Runs whose updates are the same under both rules have no numbers,
+    so they resume as ever.
 
     Attributes:
-        layers_apart: 1 if the optimizer treats a stack as separate layers, and the earlier rule did not.
-        decay_by_role: 1 if weight decay applies to other parameters than under the earlier rule.
+        layers_apart: 1 if the optimizer treats a stack as separate layers, and the earlier rule did
+        not. decay_by_role: 1 if weight decay applies to other parameters than under the earlier
+        rule.
     """
 
     layers_apart: jax.Array | None
@@ -79,8 +86,9 @@ def _decayed_earlier(params):
 
 
 def explained(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Explains why a checkpoint of an earlier release does not fit, from the entries {path: description} of its leaves
-    and of the leaves of the target. The result is empty if no rule has changed."""
+    """Explains why a checkpoint of an earlier release does not fit, from the entries {path:
+    description} of its leaves and of the leaves of the target. The result is empty if no rule has
+    changed."""
     lines = [
         text
         for name, text in _EXPLAINED.items()

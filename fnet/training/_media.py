@@ -55,10 +55,11 @@ class Image:
     Pass an `Image` to `StepEnd.log`, or return it from an evaluation function.
 
     Args:
-      pixels: one picture as an array [height, width] or [height, width, channels], or several pictures as an array
-        [pictures, height, width, channels]. The number of channels is 1 (gray), 3 (RGB) or 4 (RGB and opacity). The
-        values are uint8 numbers from 0 to 255, or floating-point numbers from 0 to 1. Floating-point values outside the
-        range 0 to 1 are clipped.
+      pixels: one picture as an array [height, width] or [height, width, channels], or several
+        pictures as an array [pictures, height, width, channels]. The number of channels is 1
+        (gray), 3 (RGB) or 4 (RGB and opacity). The values are uint8 numbers from 0 to 255, or
+        floating-point numbers from 0 to 1. Floating-point values outside the range 0 to 1 are
+        clipped.
 
     Raises:
       ValueError: `pixels` has an unsupported shape or dtype.
@@ -77,8 +78,10 @@ class Image:
             or not (floating or pixels.dtype == np.uint8)
         ):
             raise ValueError(
-                "Image: expected pixels [height, width], [height, width, channels] or [pictures, height, "
-                f"width, channels] with 1, 3 or 4 channels, uint8 or floating-point from 0 to 1, got "
+                "Image: expected pixels [height, width], [height, width, channels] or [pictures, "
+                "height, "
+                f"width, channels] with 1, 3 or 4 channels, uint8 or floating-point from 0 to 1, "
+                f"got "
                 f"{pixels.dtype.name}{list(pixels.shape)}"
             )
         if floating:
@@ -121,11 +124,13 @@ MEDIA = Histogram | Image | Text
 
 
 def hyperparameters(values: Mapping[str, Any], metrics: Collection[str]) -> list[Any]:
-    """Returns the values of a TensorBoard event that shows the hyperparameters of a run in the tab HPARAMS.
+    """Returns the values of a TensorBoard event that shows the hyperparameters of a run in the tab
+    HPARAMS.
 
     Args:
-      values: a dict {name: hyperparameter}. The hyperparameters have JSON types; lists and dicts are shown as JSON.
-      metrics: the names of the scalars that the tab HPARAMS shows for each run, for a comparison of runs.
+      values: a dict {name: hyperparameter}. The hyperparameters have JSON types; lists and dicts
+      are shown as JSON. metrics: the names of the scalars that the tab HPARAMS shows for each run,
+      for a comparison of runs.
     """
     from tensorboardX import summary
 
@@ -138,7 +143,8 @@ def hyperparameters(values: Mapping[str, Any], metrics: Collection[str]) -> list
 
 
 def _grid(pictures: np.ndarray) -> np.ndarray:
-    """Arranges pictures [pictures, height, width, channels] in a grid with about as many rows as columns."""
+    """Arranges pictures [pictures, height, width, channels] in a grid with about as many rows as
+    columns."""
     count, height, width, channels = pictures.shape
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)

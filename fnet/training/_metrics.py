@@ -22,10 +22,11 @@ from fnet.training.loop._signals import poll
 class Mean:
     """A weighted mean, stored as two float32 scalars (float64 for values in float64).
 
-    `total` is the weighted sum of the values, and `count` is the sum of the weights. The mean is `total / count`. The
-    operator `+` combines the means of two sets of examples into the mean of both sets. It adds in the dtype of its
-    operands: on a device in float32, which is what `fit` does between two logs, and in float64 for means that were
-    fetched as NumPy float64, which is what `evaluator` does for a data set of any size.
+    `total` is the weighted sum of the values, and `count` is the sum of the weights. The mean is
+    `total / count`. The operator `+` combines the means of two sets of examples into the mean of
+    both sets. It adds in the dtype of its operands: on a device in float32, which is what `fit`
+    does between two logs, and in float64 for means that were fetched as NumPy float64, which is
+    what `evaluator` does for a data set of any size.
 
     >>> average = tr.mean(jnp.array([1.0, 2.0])) + tr.mean(jnp.array([6.0]))
     >>> float(average.total / average.count)
@@ -48,13 +49,15 @@ class Mean:
 
 @struct.dataclass
 class MemberMean(Mean):
-    """The mean of a metric for each member of a population, which is a set of models that are trained together.
+    """The mean of a metric for each member of a population, which is a set of models that are
+    trained together.
 
-    The fields `total` and `count` are arrays with one number for each member of the population, and the means are
-    `total / count`. If a step returns a `MemberMean` as the metric `name`, the log contains the mean of each member of
-    the population as name/0, name/1, and so on. The log also contains the mean, the minimum and the maximum over all
-    members of the population as name/mean, name/min and name/max. If a member of the population has diverged, its
-    logged value is NaN. NaN values are not included in name/mean, name/min and name/max.
+    The fields `total` and `count` are arrays with one number for each member of the population, and
+    the means are `total / count`. If a step returns a `MemberMean` as the metric `name`, the log
+    contains the mean of each member of the population as name/0, name/1, and so on. The log also
+    contains the mean, the minimum and the maximum over all members of the population as name/mean,
+    name/min and name/max. If a member of the population has diverged, its logged value is NaN. NaN
+    values are not included in name/mean, name/min and name/max.
 
     >>> means = tr.MemberMean(jnp.array([2.0, 6.0]), jnp.array([2.0, 2.0]))
     >>> (means + means).result().tolist()
@@ -91,8 +94,9 @@ def logged_names(metrics: Mapping[str, Any]) -> list[str]:
 class Total:
     """An array that is summed over all batches, such as a confusion matrix.
 
-    The field `total` is the array, which may have any shape. The operator `+` adds the arrays of two `Total`s, so the
-    result is the sum over the batches of both `Total`s. Arrays of bools, 8-bit and 16-bit numbers are added in 32 bits.
+    The field `total` is the array, which may have any shape. The operator `+` adds the arrays of
+    two `Total`s, so the result is the sum over the batches of both `Total`s. Arrays of bools, 8-bit
+    and 16-bit numbers are added in 32 bits.
 
     >>> both = tr.confusion(jnp.array([0]), jnp.array([1]), 2) + tr.confusion(jnp.array([1]), jnp.array([1]), 2)
     >>> both.total.tolist()
@@ -113,12 +117,13 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
 
         sum_i weight_i values_i / sum_i weight_i
 
-    If you add the `Mean`s of several batches, the result is the exact mean over the examples of all these batches.
+    If you add the `Mean`s of several batches, the result is the exact mean over the examples of all
+    these batches.
 
     Args:
       values: numbers or bools, of any shape.
-      weight: weights with the shape of `values`. Values with weight 0, such as padding, have no effect, even if they
-        are NaN. Default None (every weight is 1).
+      weight: weights with the shape of `values`. Values with weight 0, such as padding, have no
+        effect, even if they are NaN. Default None (every weight is 1).
 
     Raises:
       ValueError: the shapes differ.
@@ -145,16 +150,17 @@ def confusion(
 ) -> Total:
     """Counts how often each pair (label, prediction) occurs.
 
-    Returns the confusion matrix as a `Total` of shape [classes, classes]. The rows of the matrix are the labels, and
-    its columns are the predictions. A pair is not counted if its label or its prediction is not in [0, classes), such
-    as the label -1 or 255 of an example without a class.
+    Returns the confusion matrix as a `Total` of shape [classes, classes]. The rows of the matrix
+    are the labels, and its columns are the predictions. A pair is not counted if its label or its
+    prediction is not in [0, classes), such as the label -1 or 255 of an example without a class.
 
     Args:
       label: the true classes, integers or bools of any shape, usually [batch].
       prediction: the predicted classes, integers or bools with the shape of `label`.
       classes: the number of classes.
-      weight: the weight of each example, numbers or bools with the shape of `label`. The counts are int32 if the
-        weights are integers or bools, and float32 otherwise. Default None: every weight is 1.
+      weight: the weight of each example, numbers or bools with the shape of `label`. The counts are
+        int32 if the weights are integers or bools, and float32 otherwise. Default None: every
+        weight is 1.
 
     Raises:
       TypeError: `label` or `prediction` is not an array of integers or bools.
@@ -184,7 +190,8 @@ def _classes(name: str, values: Any) -> jax.Array:
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.integer) and values.dtype != jnp.bool_:
         raise TypeError(
-            f"confusion: expected {name} to be integers, the indices of classes, got {values.dtype}: for "
+            f"confusion: expected {name} to be integers, the indices of classes, got "
+            f"{values.dtype}: for "
             "example logits.argmax(-1)"
         )
     return (
@@ -200,8 +207,8 @@ def _at_least_32_bits(values: Any) -> Any:
 
 
 def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts plain scalars in a dict of metrics to `Mean`s, which are then averaged over the steps. `Mean`s and
-    `Total`s are not changed."""
+    """Converts plain scalars in a dict of metrics to `Mean`s, which are then averaged over the
+    steps. `Mean`s and `Total`s are not changed."""
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"step(state, batch) must return (state, metrics) with a dict of metrics; got a "
@@ -212,7 +219,8 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, Mean | Total):
             if not real(value):
                 raise TypeError(
-                    f"step(state, batch): the metric '{name}' is {described(value)}: return a real number, "
+                    f"step(state, batch): the metric '{name}' is {described(value)}: return a real "
+                    f"number, "
                     "or training.mean(values, weight) for a mean over examples"
                 )
             if jnp.ndim(value) != 0:
@@ -235,8 +243,8 @@ def real(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """Describes an invalid value for an error message: an array by its dtype and shape, any other value by its type and
-    the start of its repr."""
+    """Describes an invalid value for an error message: an array by its dtype and shape, any other
+    value by its type and the start of its repr."""
     if hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return f"{type(value).__name__} {repr(value)[:60]}"
@@ -250,13 +258,15 @@ def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
     """
     if left.keys() != right.keys():
         raise ValueError(
-            f"the metrics {sorted(left)} became {sorted(right)}: return the same ones for each batch"
+            f"the metrics {sorted(left)} became {sorted(right)}: return the same ones for each "
+            f"batch"
         )
     return {name: left[name] + right[name] for name in left}
 
 
 def zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a dict of metrics with the given shapes, filled with zeros, as the initial value for sums of metrics."""
+    """Returns a dict of metrics with the given shapes, filled with zeros, as the initial value for
+    sums of metrics."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dict(shapes))
 
 
@@ -280,29 +290,32 @@ def evaluator(
     data: Any,
     batch_size: int,
 ) -> Callable[[Any], dict[str, Any]]:
-    """Returns a function that evaluates a state on a complete data set, without dropping or repeating examples.
+    """Returns a function that evaluates a state on a complete data set, without dropping or
+    repeating examples.
 
-    All batches have the same size, so the evaluation is compiled only once. If the last batch has fewer examples, it is
-    padded. Every batch contains an array of weights [batch], which are 1.0 for examples and 0.0 for padding. The
-    metrics of the batches are added on the host in float64 and int64, so counts are exact for data of any size. If the
-    state is on several devices according to a plan (see `parallel.plan`), each device evaluates a part of the examples.
+    All batches have the same size, so the evaluation is compiled only once. If the last batch has
+    fewer examples, it is padded. Every batch contains an array of weights [batch], which are 1.0
+    for examples and 0.0 for padding. The metrics of the batches are added on the host in float64
+    and int64, so counts are exact for data of any size. If the state is on several devices
+    according to a plan (see `parallel.plan`), each device evaluates a part of the examples.
 
     Args:
-      metrics: a pure function, `metrics(state, batch) -> dict`. The values of the dict must be `Mean`s or `Total`s that
-        ignore the padding, such as `mean(values, batch["weight"])`. A metric that is a plain scalar raises an error,
-        because its mean would include the padded examples.
-      data: the arrays of the data set, with one of the structures that `Batches` accepts. If `data` is a dict, a batch
-        is a dict with the additional key "weight". If `data` is a tuple (x, y), a batch is (x, y, weight). If `data` is
-        a single array x, a batch is (x, weight).
-      batch_size: the number of examples in a batch. On several devices, the batch size is rounded up to a multiple of
-        the number of devices.
+      metrics: a pure function, `metrics(state, batch) -> dict`. The values of the dict must be
+        `Mean`s or `Total`s that ignore the padding, such as `mean(values, batch["weight"])`. A
+        metric that is a plain scalar raises an error, because its mean would include the padded
+        examples.
+      data: the arrays of the data set, with one of the structures that `Batches` accepts. If `data`
+        is a dict, a batch is a dict with the additional key "weight". If `data` is a tuple (x, y),
+        a batch is (x, y, weight). If `data` is a single array x, a batch is (x, weight).
+      batch_size: the number of examples in a batch. On several devices, the batch size is rounded
+        up to a multiple of the number of devices.
 
     Returns:
       A function `evaluate(state)`, which returns the metrics as a dict of floats and NumPy arrays.
 
     Raises:
-      ValueError: the arrays have different lengths, an array is named "weight", `batch_size` is less than 1, or a
-        metric is a plain scalar.
+      ValueError: the arrays have different lengths, an array is named "weight", `batch_size` is
+        less than 1, or a metric is a plain scalar.
       TypeError: `data` contains missing values, or values that are not numbers.
 
     >>> def measure(state, batch):
@@ -372,15 +385,16 @@ def _wide(values: np.ndarray) -> np.ndarray:
 
 
 def _weighted(batch: Any, weight: np.ndarray) -> Any:
-    """Adds the weights of the examples to a batch, in the structure that the docstring of `evaluator` describes."""
+    """Adds the weights of the examples to a batch, in the structure that the docstring of
+    `evaluator` describes."""
     if isinstance(batch, Mapping):
         return {**batch, "weight": weight}
     return (*batch, weight) if isinstance(batch, tuple) else (batch, weight)
 
 
 def _rows(state: Any) -> NamedSharding | None:
-    """Returns the sharding with which a batch is split over the devices of a state. Returns None if the state is on one
-    device, or if its mesh has no axis for the batch."""
+    """Returns the sharding with which a batch is split over the devices of a state. Returns None if
+    the state is on one device, or if its mesh has no axis for the batch."""
     for x in jax.tree.leaves(state):
         place = getattr(x, "sharding", None)
         if isinstance(place, NamedSharding) and place.mesh.size > 1:
@@ -391,7 +405,8 @@ def _rows(state: Any) -> NamedSharding | None:
 
 
 def placed(tree: Any, place: NamedSharding | None) -> Any:
-    """Returns a copy of a tree of arrays with the sharding `place`, or the tree itself if `place` is None."""
+    """Returns a copy of a tree of arrays with the sharding `place`, or the tree itself if `place`
+    is None."""
     if place is None:
         return tree
     put = lambda x: jax.make_array_from_callback(

@@ -41,8 +41,8 @@ SCHEDULES = ("constant", "cosine", "linear", "step", "one_cycle")
 
 
 def _usual_promotion(function: Schedule) -> Schedule:
-    """Returns a schedule that evaluates `function` with standard dtype promotion. Optax's schedules divide integers by
-    floats, which is an error under strict dtype promotion."""
+    """Returns a schedule that evaluates `function` with standard dtype promotion. Optax's schedules
+    divide integers by floats, which is an error under strict dtype promotion."""
 
     def rate(count):
         with jax.numpy_dtype_promotion("standard"):
@@ -56,8 +56,9 @@ def schedule(
 ) -> Schedule:
     """Returns the learning-rate schedule with a given name, for a run with a given number of steps.
 
-    At the beginning of the run, the learning rate rises linearly from 0 to `peak` (warm-up). The length of the warm-up
-    is the fraction `warmup` of the run. After the warm-up, the learning rate of each schedule is:
+    At the beginning of the run, the learning rate rises linearly from 0 to `peak` (warm-up). The
+    length of the warm-up is the fraction `warmup` of the run. After the warm-up, the learning rate
+    of each schedule is:
 
         constant    peak
         cosine      peak (final + (1 - final) (1 + cos(pi s)) / 2)
@@ -65,20 +66,21 @@ def schedule(
         step        peak; peak / 10 from t = 1/2; peak / 100 from t = 3/4
         one_cycle   a cosine rise over the first 30 % and a cosine fall (Smith & Topin 2018)
 
-    In the formulas of the schedules, t is step / steps, and s rises linearly from 0 at the end of the warm-up to 1 at
-    the end of the run.
+    In the formulas of the schedules, t is step / steps, and s rises linearly from 0 at the end of
+    the warm-up to 1 at the end of the run.
 
     Args:
       name: one of `SCHEDULES`.
       peak: the largest learning rate.
       steps: the number of updates in the whole run.
-      warmup: the length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores `warmup`. Default 0.
-      final: the learning rate at the end of the run, as a fraction of `peak`. Only the schedules cosine and linear use
+      warmup: the length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores
+      `warmup`. Default 0. final: the learning rate at the end of the run, as a fraction of `peak`.
+      Only the schedules cosine and linear use
         `final`. Default 0.
 
     Returns:
-      A function that maps the number of a step to the learning rate. Pass this schedule to `optimizer` or to any Optax
-      optimizer.
+      A function that maps the number of a step to the learning rate. Pass this schedule to
+      `optimizer` or to any Optax optimizer.
 
     Raises:
       ValueError: the name is unknown, `warmup` is outside [0, 1), or `steps` is less than 1.
@@ -119,7 +121,8 @@ class NamedOptimizer(optax.GradientTransformationExtraArgs):
     """The transformation that `optimizer` returns.
 
     Attributes:
-        with_axes: a function that returns the same optimizer with another argument `axes`, or None if `axes` was given.
+        with_axes: a function that returns the same optimizer with another argument `axes`, or None
+            if `axes` was given.
 
     >>> tr.optimizer("muon", 0.02).with_axes(nn.Dense(3).spec(jnp.ones((1, 2)))).with_axes is None
     True
@@ -139,37 +142,46 @@ def optimizer(
     axes: Any = None,
     **options: Any,
 ) -> NamedOptimizer:
-    """Returns the Optax optimizer with a given name, with optional weight decay and gradient clipping.
+    """Returns the Optax optimizer with a given name, with optional weight decay and gradient
+    clipping.
 
-    Muon, LAMB, LARS, Adafactor and adaptive clipping treat each layer by itself. A stack of layers is one array, so
-    they must know which of its axes are layers, inputs and outputs: pass `axes=model.spec(x)` for a layer of fnet
-    (`train` does it for you), or name the axes of another library's parameters, for example
+    Muon, LAMB, LARS, Adafactor and adaptive clipping treat each layer by itself. A stack of layers
+    is one array, so they must know which of its axes are layers, inputs and outputs: pass
+    `axes=model.spec(x)` for a layer of fnet (`train` does it for you), or name the axes of another
+    library's parameters, for example
 
-        tr.optimizer("muon", 0.02, axes={"layers/.*/kernel": "layers in out", ".*/bias": "layers out",
+        tr.optimizer("muon", 0.02, axes={"layers/.*/kernel": "layers in out", ".*/bias": "layers
+        out",
                                          "embed/.*": "vocab out", "head/kernel": "in logits"})
 
-    Muon orthogonalizes the matrices between hidden features, among them the kernels of convolutions as [height * width
-    * in, out]. Adam updates all other parameters: biases, scales, embeddings, and kernels whose outputs are logits.
+    Muon orthogonalizes the matrices between hidden features, among them the kernels of convolutions
+    as [height * width
+    * in, out]. Adam updates all other parameters: biases, scales, embeddings, and kernels whose
+      outputs are logits.
 
     Args:
       name: one of `OPTIMIZERS`. "momentum" and "nesterov" are SGD with momentum 0.9.
       learning_rate: a number, or a schedule (a function of the number of the step).
-      weight_decay: the coefficient of the weight decay. adamw, nadamw, lion, lamb and muon decouple the decay from the
-        gradient (Loshchilov & Hutter 2019); so does adafactor, which does not multiply it by the learning rate. muon
-        applies it to the orthogonalized matrices only. Optimizers that do not decouple the decay, such as sgd, add
-        `weight_decay` times the parameters to the gradient, which is L2 regularization. Default 0.
-      decay_all: whether weight decay also applies to biases and norm scales (see `decays`). Default False.
-      clip: the largest global norm of the gradient. If the global norm of the gradient is larger than `clip`, the
-        gradient is scaled down to the norm `clip`. Default None: no clipping.
-      adaptive_clip: the largest ratio of the norm of the gradient to the norm of the parameters, for each output of a
-        matrix, and for each bias or scale as a whole (Brock et al. 2021). Default None: no clipping.
+      weight_decay: the coefficient of the weight decay. adamw, nadamw, lion, lamb and muon decouple
+        the decay from the gradient (Loshchilov & Hutter 2019); so does adafactor, which does not
+        multiply it by the learning rate. muon applies it to the orthogonalized matrices only.
+        Optimizers that do not decouple the decay, such as sgd, add `weight_decay` times the
+        parameters to the gradient, which is L2 regularization. Default 0.
+      decay_all: whether weight decay also applies to biases and norm scales (see `decays`). Default
+          False.
+      clip: the largest global norm of the gradient. If the global norm of the gradient is larger
+        than `clip`, the gradient is scaled down to the norm `clip`. Default None: no clipping.
+      adaptive_clip: the largest ratio of the norm of the gradient to the norm of the parameters,
+        for each output of a matrix, and for each bias or scale as a whole (Brock et al. 2021).
+        Default None: no clipping.
       axes: what the axes of the parameters are, as in `by_layer`. Default None.
       **options: keyword arguments of the Optax optimizer, such as `b1=`, `momentum=` or `eps=`.
 
     Raises:
-      ValueError: the name is unknown, or `options` contains an argument that the optimizer does not have. A ValueError
-        is also raised for "adam" with a `weight_decay` other than 0. The method `init` of the result raises a
-        ValueError if the optimizer has to know the axes of a parameter, or whether it is a bias, and does not.
+      ValueError: the name is unknown, or `options` contains an argument that the optimizer does not
+        have. A ValueError is also raised for "adam" with a `weight_decay` other than 0. The method
+        `init` of the result raises a ValueError if the optimizer has to know the axes of a
+        parameter, or whether it is a bias, and does not.
 
     Example:
       >>> tx = optimizer("adamw", schedule("cosine", 1e-3, 1000, warmup=0.05), weight_decay=0.01)
@@ -184,7 +196,8 @@ def optimizer(
             raise ValueError(f"{name} has no option '{option}'; it has {', '.join(known)}")
     if name == "muon" and "weight_decay_mask" in options:
         raise ValueError(
-            "muon: expected no weight_decay_mask, because weight decay applies to the orthogonalized "
+            "muon: expected no weight_decay_mask, because weight decay applies to the "
+            "orthogonalized "
             "matrices; choose them with axes="
         )
     rebuilt = partial(
@@ -236,7 +249,8 @@ def _muon(axes: Axes) -> Callable[..., optax.GradientTransformation]:
         if muon_weight_dimension_numbers is not None:
             if options.get("adaptive"):
                 raise ValueError(
-                    "muon: adaptive=True needs axes= instead of muon_weight_dimension_numbers=, because "
+                    "muon: adaptive=True needs axes= instead of muon_weight_dimension_numbers=, "
+                    "because "
                     "Optax would multiply all matrices of a stack by one number"
                 )
             return optax.contrib.muon(
@@ -324,9 +338,10 @@ def lookahead(
 ) -> optax.GradientTransformation:
     """Returns a Lookahead optimizer that stores the slow weights in its state.
 
-    The optimizer equals `optax.lookahead`, except that `optax.lookahead` stores the slow weights together with the
-    parameters, and that it stores the slow weights of 16-bit parameters in float32. Let w be the parameters. Every
-    `period` steps, the slow weights move toward the parameters w, and w is set to the slow weights:
+    The optimizer equals `optax.lookahead`, except that `optax.lookahead` stores the slow weights
+    together with the parameters, and that it stores the slow weights of 16-bit parameters in
+    float32. Let w be the parameters. Every `period` steps, the slow weights move toward the
+    parameters w, and w is set to the slow weights:
 
         slow = slow + rate (w - slow),        w = slow
 

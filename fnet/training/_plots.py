@@ -1,4 +1,5 @@
-"""Plots of a run. matplotlib is imported when the first plot is drawn, and its global state is not changed."""
+"""Plots of a run. matplotlib is imported when the first plot is drawn, and its global state is not
+changed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def _figure(**options) -> Figure:
 def curves(
     rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = None, *, title: str = ""
 ) -> Figure:
-    """Plots the learning curves of a run: the loss by step, and the error rate if the accuracy was logged.
+    """Plots the learning curves of a run: the loss by step, and the error rate if the accuracy was
+    logged.
 
     The plot has one curve for the training data, and one curve for each evaluation.
 
@@ -89,8 +91,8 @@ def confusion_matrix(
 ) -> Figure:
     """Plots a confusion matrix.
 
-    Each cell shows a count. The color of a cell outside the diagonal of the confusion matrix represents the count
-    divided by the sum of the row.
+    Each cell shows a count. The color of a cell outside the diagonal of the confusion matrix
+    represents the count divided by the sum of the row.
 
     Args:
       counts: the confusion matrix, an array [classes, classes] whose rows are the true classes.
@@ -112,7 +114,8 @@ def confusion_matrix(
     axis = figure.subplots()
     counts = np.asarray(counts)
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    # Mistakes are typically 1 % to 2 %: with a color scale up to 1, only the diagonal would be visible.
+    # Mistakes are typically 1 % to 2 %: with a color scale up to 1, only the diagonal would be
+    # visible.
     mistakes = np.where(np.eye(len(counts), dtype=bool), np.nan, share)
     limit = max(np.nanmax(mistakes), 0.05)
     colors = colormaps["Reds"].with_extremes(bad="0.92")

@@ -28,24 +28,26 @@ def save_predictions(
 ) -> Path:
     """Writes the predictions of a classifier to the file predictions.json, for `fnet report`.
 
-    The file predictions.json contains the confusion matrix, and the wrong predictions with the highest predicted
-    probabilities.
+    The file predictions.json contains the confusion matrix, and the wrong predictions with the
+    highest predicted probabilities.
 
     Args:
       workdir: the folder of the run, a local path.
       probabilities: the predicted probabilities, an array [examples, classes].
       labels: the true classes, integers [examples].
-      classes: the names of the classes. Default None: the names are the numbers of the classes, "0", "1" and so on.
-      images: the images of the examples, an array [examples, height, width, channels]. The values are uint8 numbers
+      classes: the names of the classes. Default None: the names are the numbers of the classes,
+      "0", "1" and so on. images: the images of the examples, an array [examples, height, width,
+      channels]. The values are uint8 numbers
         from 0 to 255, or floating-point numbers from 0 to 1. Default None: no images.
-      worst: the largest number of wrong predictions to save. The wrong predictions with the highest probabilities are
-        saved. Default 24.
+      worst: the largest number of wrong predictions to save. The wrong predictions with the highest
+        probabilities are saved. Default 24.
 
     Returns:
       The path of the file.
 
     Raises:
-      ValueError: the shapes do not match, a probability is NaN, or a label is not an integer index of `classes`.
+      ValueError: the shapes do not match, a probability is NaN, or a label is not an integer index
+          of `classes`.
 
     Example:
       >>> save_predictions("runs/digits", probabilities, labels)           # doctest: +SKIP
@@ -53,7 +55,8 @@ def save_predictions(
     probabilities, labels = np.asarray(probabilities, np.float64), np.asarray(labels)
     if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
         raise ValueError(
-            "save_predictions: expected probabilities [examples, classes] and labels [examples], got "
+            "save_predictions: expected probabilities [examples, classes] and labels [examples], "
+            "got "
             f"{list(probabilities.shape)} and {list(labels.shape)}"
         )
     count = probabilities.shape[1]

@@ -14,17 +14,19 @@ from fnet.training._averaging import averages, narrowed, widened
 
 @struct.dataclass
 class TrainState:
-    """The state of a training run: a pytree that can be passed through `jit`, donated, sharded and saved.
+    """The state of a training run: a pytree that can be passed through `jit`, donated, sharded and
+    saved.
 
     Fields:
       step: the number of completed updates, an int32 scalar.
       params: the model's parameters.
       state: the model's other arrays, such as batch statistics; `{}` if the model has none.
       opt_state: the optimizer's state.
-      ema: an exponential moving average of `params`, or None. The average of 16-bit parameters is stored in float32.
-        Leaves that have no average, such as integers and keys, are those of `params`.
-      decay: the decay of the moving average, a float, or None if there is no average. `decay` is a static field: JAX
-          does not trace it, and checkpoints do not contain it.
+      ema: an exponential moving average of `params`, or None. The average of 16-bit parameters is
+        stored in float32. Leaves that have no average, such as integers and keys, are those of
+        `params`.
+      decay: the decay of the moving average, a float, or None if there is no average. `decay` is a
+          static field: JAX does not trace it, and checkpoints do not contain it.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -56,8 +58,9 @@ class TrainState:
         Args:
           params: the model's parameters.
           tx: an Optax gradient transformation.
-          state: the model's other arrays, which are the second value that `model.init` returns. Default None: `{}`.
-          ema: the decay of a moving average of `params`, in [0, 1). Default None: no average.
+          state: the model's other arrays, which are the second value that `model.init` returns.
+          Default None: `{}`. ema: the decay of a moving average of `params`, in [0, 1). Default
+          None: no average.
 
         Raises:
           ValueError: `ema` is outside [0, 1).
@@ -78,12 +81,14 @@ class TrainState:
     def apply(
         self, tx: optax.GradientTransformation, grads: Any, *, state: Any = None, **extra: Any
     ) -> TrainState:
-        """Returns a new state, in which the parameters, the moving average, the optimizer state and `step` are updated.
+        """Returns a new state, in which the parameters, the moving average, the optimizer state and
+        `step` are updated.
 
             ema' = d ema + (1 - d) params',    d = min(decay, (1 + step) / (10 + step))
 
-        In the formulas of `apply`, a prime denotes the new value. In the first steps, the factor d of the moving
-        average is smaller than `decay`, so that the average soon forgets the initial parameters.
+        In the formulas of `apply`, a prime denotes the new value. In the first steps, the factor d
+        of the moving average is smaller than `decay`, so that the average soon forgets the initial
+        parameters.
 
         Args:
           tx: the Optax transformation that was passed to `create`.
@@ -117,6 +122,6 @@ class TrainState:
 
     @property
     def averaged(self) -> Any:
-        """The parameters for evaluation: the moving average in the dtypes of `params` if there is one, otherwise
-        `params`."""
+        """The parameters for evaluation: the moving average in the dtypes of `params` if there is
+        one, otherwise `params`."""
         return self.params if self.ema is None else narrowed(self.ema, self.params)

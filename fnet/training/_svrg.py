@@ -15,7 +15,8 @@ class SVRGState(NamedTuple):
 
     Attributes:
         anchor: the parameters at which the full gradient was computed.
-        full: the full gradient, that is, the gradient over all data, computed at the parameters `anchor`.
+        full: the full gradient, that is, the gradient over all data, computed at the parameters
+            `anchor`.
         inner: the state of the wrapped optimizer.
 
     >>> tr.svrg(optax.sgd(0.1)).init({"w": jnp.ones(2)}).anchor["w"].tolist()
@@ -30,13 +31,13 @@ class SVRGState(NamedTuple):
 def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that uses stochastic variance-reduced gradients (SVRG).
 
-    Let w be the parameters, f the mean loss over all data, and f_batch the mean loss over a batch. The wrapped
-    optimizer receives the estimate g instead of the gradient of f_batch:
+    Let w be the parameters, f the mean loss over all data, and f_batch the mean loss over a batch.
+    The wrapped optimizer receives the estimate g instead of the gradient of f_batch:
 
         g = grad f_batch(w) - grad f_batch(anchor) + full,        full = grad f(anchor) over all data
 
-    The anchor is an earlier value of the parameters w. For example, the following loop replaces the anchor (the stored
-    earlier parameters) by the current parameters every 200 steps:
+    The anchor is an earlier value of the parameters w. For example, the following loop replaces the
+    anchor (the stored earlier parameters) by the current parameters every 200 steps:
 
         tx = tr.svrg(optax.sgd(0.1))
         state = tx.init(params)
@@ -47,23 +48,25 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
             updates, state = tx.update(gradient(params), state, params, gradient=gradient)
             params = optax.apply_updates(params, updates)
 
-    The estimate g of the full gradient is unbiased. The variance of the estimate g vanishes as the parameters w and the
-    anchor (the stored earlier parameters) approach the optimum. Therefore, if the loss f is strongly convex, SVRG
-    converges linearly with a constant step size. With n examples and batches of b examples, the stored earlier
-    parameters are usually replaced every 2n / b steps for a convex loss, and every 5n / b steps otherwise. SVRG does
-    not improve the training of deep networks (Defazio and Bottou 2019).
+    The estimate g of the full gradient is unbiased. The variance of the estimate g vanishes as the
+    parameters w and the anchor (the stored earlier parameters) approach the optimum. Therefore, if
+    the loss f is strongly convex, SVRG converges linearly with a constant step size. With n
+    examples and batches of b examples, the stored earlier parameters are usually replaced every 2n
+    / b steps for a convex loss, and every 5n / b steps otherwise. SVRG does not improve the
+    training of deep networks (Defazio and Bottou 2019).
 
-    Call `refresh_anchor` before the first update. Before the first call of `refresh_anchor`, the stored full gradient
-    is zero, and the wrapped optimizer receives zero gradients.
+    Call `refresh_anchor` before the first update. Before the first call of `refresh_anchor`, the
+    stored full gradient is zero, and the wrapped optimizer receives zero gradients.
 
     Args:
         optimizer: an Optax optimizer, to which the gradient estimate g is passed.
 
     Returns:
-        A transformation whose `update` requires `gradient=`, a function that maps parameters to the gradient of the
-        current batch.
+        A transformation whose `update` requires `gradient=`, a function that maps parameters to the
+        gradient of the current batch.
 
-    Source: Johnson and Zhang (2013), Accelerating Stochastic Gradient Descent using Predictive Variance Reduction.
+    Source: Johnson and Zhang (2013), Accelerating Stochastic Gradient Descent using Predictive
+    Variance Reduction.
 
     >>> x = jnp.array([1.0, 3.0])                       # minimize the mean of (w - x)^2 / 2, optimum 2
     >>> tx, w = tr.svrg(optax.sgd(0.5)), jnp.float32(0)
@@ -87,13 +90,15 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
     def update(updates, state, params=None, *, gradient: Callable | None = None, **extra):
         if gradient is None:
             raise ValueError(
-                "svrg: call update(grads, state, params, gradient=f), where f(params) is the gradient of "
+                "svrg: call update(grads, state, params, gradient=f), where f(params) is the "
+                "gradient of "
                 "the same batch with the same random key"
             )
         old = gradient(state.anchor)
         if jax.tree.structure(old) != jax.tree.structure(updates):
             raise ValueError(
-                f"svrg: gradient(params) returned {jax.tree.structure(old)}, expected the structure of "
+                f"svrg: gradient(params) returned {jax.tree.structure(old)}, expected the "
+                f"structure of "
                 f"the gradient, {jax.tree.structure(updates)}"
             )
         reduced = jax.tree.map(lambda new, old, full: new - old + full, updates, old, state.full)
@@ -104,10 +109,11 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any], Any]) -> SVRGState:
-    """Returns the state of `svrg` with `params` as the new anchor, and with the full gradient at this anchor.
+    """Returns the state of `svrg` with `params` as the new anchor, and with the full gradient at
+    this anchor.
 
-    To replace the anchor (an earlier value of the parameters) only in some steps of a jitted loop, call
-    `refresh_anchor` in a branch of `jax.lax.cond`.
+    To replace the anchor (an earlier value of the parameters) only in some steps of a jitted loop,
+    call `refresh_anchor` in a branch of `jax.lax.cond`.
 
     Args:
         state: the state of `svrg`.
@@ -124,7 +130,8 @@ def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any],
     """
     if not isinstance(state, SVRGState):
         raise TypeError(
-            f"refresh_anchor: expected the state of svrg; got a {type(state).__name__}. Apply svrg last: "
+            f"refresh_anchor: expected the state of svrg; got a {type(state).__name__}. Apply svrg "
+            f"last: "
             "svrg(optax.chain(...))"
         )
     copied = jax.tree.map(jnp.copy, params)

@@ -40,53 +40,60 @@ def train(
 ) -> Any:
     """Trains a model to map inputs to targets, with `fit` and all of its options.
 
-    `train` minimizes the mean of loss(model(params, x), y) over the examples of a batch. With a weight w for each
-    example, `train` minimizes the weighted mean:
+    `train` minimizes the mean of loss(model(params, x), y) over the examples of a batch. With a
+    weight w for each example, `train` minimizes the weighted mean:
 
         sum_i w_i loss(model(params, x)_i, y_i) / sum_i w_i
 
-    An example of weight 0 has no influence on the loss, the metrics and the gradient, provided that its loss is finite,
-    and a batch whose weights are all 0 has the gradient 0. The logged metrics and the evaluations are weighted means,
-    too. Layers that combine the examples of a batch, such as `BatchNorm`, do not know the weights. For any other
-    objective, write your own step and call `fit`.
+    An example of weight 0 has no influence on the loss, the metrics and the gradient, provided that
+    its loss is finite, and a batch whose weights are all 0 has the gradient 0. The logged metrics
+    and the evaluations are weighted means, too. Layers that combine the examples of a batch, such
+    as `BatchNorm`, do not know the weights. For any other objective, write your own step and call
+    `fit`.
 
     Args:
-      model: a layer. `train` initializes the parameters with the layer's method `init` and the random seed `seed`, and
-        calls the layer as `model(params, x, state=, key=, train=)`, in evaluations without `key` and `train`.
-      data: a function that maps the number of a step to a batch, such as a `Batches` object, the result of
-        `from_iterator`, or your own function. A batch is a tuple (x, y) or (x, y, weight), or a dict. If a batch is a
-        dict, `inputs` and `targets` are the keys of x and y in the dict, and "weight" is the key of the weights, if
-        there are any. The weights are numbers >= 0 (or bools), an array [batch].
-      loss: a function of the model's outputs and the targets that returns one value for each example, such as
-        `optax.softmax_cross_entropy_with_integer_labels`. If it returns several values for each example, such as one
-        for each token, the value of the example is their mean.
-      optimizer: an Optax gradient transformation. An optimizer of `tr.optimizer` learns the axes of the parameters from
-        the model, unless it is inside of another transformation, such as `optax.chain`; pass it `axes=` then.
-      epochs, steps: the length of the training, in epochs or in steps. Pass either `epochs` or `steps`.
-      validation: the data set for evaluations, with one of the structures of a batch. It may have weights as well. The
-        results of the evaluations are logged as "validation/loss" and, for each of the `metrics`, as "validation/NAME".
-        Default None: no evaluations.
-      metrics: a dict {name: function} of metrics. Like `loss`, each function maps the outputs and the targets to one
-        value for each example. An example of `metrics` is {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
-        Default None: only the loss.
-      inputs, targets: the keys of the inputs and the targets, if batches are dicts. Default "x" and "y".
+      model: a layer. `train` initializes the parameters with the layer's method `init` and the
+        random seed `seed`, and calls the layer as `model(params, x, state=, key=, train=)`, in
+        evaluations without `key` and `train`.
+      data: a function that maps the number of a step to a batch, such as a `Batches` object, the
+        result of `from_iterator`, or your own function. A batch is a tuple (x, y) or (x, y,
+        weight), or a dict. If a batch is a dict, `inputs` and `targets` are the keys of x and y in
+        the dict, and "weight" is the key of the weights, if there are any. The weights are numbers
+        >= 0 (or bools), an array [batch].
+      loss: a function of the model's outputs and the targets that returns one value for each
+        example, such as `optax.softmax_cross_entropy_with_integer_labels`. If it returns several
+        values for each example, such as one for each token, the value of the example is their mean.
+      optimizer: an Optax gradient transformation. An optimizer of `tr.optimizer` learns the axes of
+        the parameters from the model, unless it is inside of another transformation, such as
+        `optax.chain`; pass it `axes=` then.
+      epochs, steps: the length of the training, in epochs or in steps. Pass either `epochs` or
+          `steps`.
+      validation: the data set for evaluations, with one of the structures of a batch. It may have
+        weights as well. The results of the evaluations are logged as "validation/loss" and, for
+        each of the `metrics`, as "validation/NAME". Default None: no evaluations.
+      metrics: a dict {name: function} of metrics. Like `loss`, each function maps the outputs and
+        the targets to one value for each example. An example of `metrics` is {"accuracy": lambda
+        logits, y: logits.argmax(-1) == y}. Default None: only the loss.
+      inputs, targets: the keys of the inputs and the targets, if batches are dicts. Default "x" and
+          "y".
       seed: the seed of the random keys for the initial parameters and for dropout. Default 0.
-      ema: the decay of a moving average of the parameters. If `ema` is given, the evaluation uses the moving average
-        instead of the parameters. Default None (no average).
-      every: the number of steps between two evaluations. Default None: one epoch, or the whole run if the length of an
-        epoch is unknown.
-      **options: further arguments for `fit`, such as workdir, early_stop, restore_best, progress and config.
+      ema: the decay of a moving average of the parameters. If `ema` is given, the evaluation uses
+        the moving average instead of the parameters. Default None (no average).
+      every: the number of steps between two evaluations. Default None: one epoch, or the whole run
+        if the length of an epoch is unknown.
+      **options: further arguments for `fit`, such as workdir, early_stop, restore_best, progress
+          and config.
 
     Returns:
       The last `TrainState`, or with `restore_best=True`, the best `TrainState`.
 
     Raises:
-      TypeError: `model` has no `init`, `data` is not a function of the step, a batch does not contain both inputs and
-        targets, or a batch contains an array that `train` does not use.
-      ValueError: `epochs` and `steps` are both given or both missing, or `epochs` is given but the length of an epoch
-        is unknown. A ValueError is also raised if the loss or a metric does not return at least one value for each
-        example, if the weights have another shape, or if a weight of a batch or of `validation` is negative or not
-        finite.
+      TypeError: `model` has no `init`, `data` is not a function of the step, a batch does not
+        contain both inputs and targets, or a batch contains an array that `train` does not use.
+      ValueError: `epochs` and `steps` are both given or both missing, or `epochs` is given but the
+        length of an epoch is unknown. A ValueError is also raised if the loss or a metric does not
+        return at least one value for each example, if the weights have another shape, or if a
+        weight of a batch or of `validation` is negative or not finite.
       Other errors: `train` also raises the errors of `fit`.
 
     Example:
@@ -99,7 +106,8 @@ def train(
     """
     if not hasattr(model, "init"):
         raise TypeError(
-            f"train: model is a layer with init, got a {type(model).__name__}: write a step for tr.fit"
+            f"train: model is a layer with init, got a {type(model).__name__}: write a step for "
+            f"tr.fit"
         )
     if not callable(data):
         raise TypeError(
@@ -159,7 +167,8 @@ def train(
 
 
 class _Checked:
-    """The batches of `train`, whose weights are checked before they are used. It has the attributes of the data."""
+    """The batches of `train`, whose weights are checked before they are used. It has the attributes
+    of the data."""
 
     def __init__(self, data, inputs, targets):
         self._data, self._names = data, (inputs, targets)
@@ -174,7 +183,8 @@ class _Checked:
 
 
 def _steps(data: Callable, epochs: float) -> int | None:
-    """Returns the number of batches in `epochs` epochs, or None if the length of an epoch is unknown."""
+    """Returns the number of batches in `epochs` epochs, or None if the length of an epoch is
+    unknown."""
     try:
         return data.steps(epochs)
     except (AttributeError, TypeError):  # a function; an iterable without a length
@@ -186,19 +196,22 @@ def _parts(batch: Any, inputs: str, targets: str) -> tuple[Any, Any, Any]:
     if isinstance(batch, Mapping):
         if not {inputs, targets} <= batch.keys():
             raise TypeError(
-                f"train: expected batches with '{inputs}' and '{targets}', got {sorted(batch)}: pass "
+                f"train: expected batches with '{inputs}' and '{targets}', got {sorted(batch)}: "
+                f"pass "
                 "inputs= and targets=, their names"
             )
         if unused := sorted(batch.keys() - {inputs, targets, WEIGHT}):
             raise TypeError(
-                f"train: the batches have {unused}, which train does not use: leave them out, or write a "
+                f"train: the batches have {unused}, which train does not use: leave them out, or "
+                f"write a "
                 f"step for tr.fit. train uses '{inputs}', '{targets}' and '{WEIGHT}'"
             )
         return batch[inputs], batch[targets], batch.get(WEIGHT)
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise TypeError(
-            f"train: expected batches (x, y) or (x, y, weight), or dicts with '{inputs}' and '{targets}', "
+            f"train: expected batches (x, y) or (x, y, weight), or dicts with '{inputs}' and "
+            f"'{targets}', "
             f"got a {type(batch).__name__}{count}"
         )
     x, y, weight = (*batch, None)[:3]
@@ -233,7 +246,8 @@ def _weighted_mean(values: jax.Array, weight: Any) -> jax.Array:
         return values.mean()
     if jnp.shape(weight) != values.shape:
         raise ValueError(
-            f"train: expected a weight for each of {len(values)} examples, got shape {jnp.shape(weight)}"
+            f"train: expected a weight for each of {len(values)} examples, got shape "
+            f"{jnp.shape(weight)}"
         )
     weight = jnp.asarray(weight).astype(values.dtype)
     total = weight.sum()

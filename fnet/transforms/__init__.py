@@ -1,4 +1,5 @@
-"""Transforms: functions that take a function and return a function. The transforms of JAX are re-exported unchanged.
+"""Transforms: functions that take a function and return a function. The transforms of JAX are
+re-exported unchanged.
 
 from fnet import transforms as ft
 

@@ -1,7 +1,7 @@
 """autocast: mixed precision for any JAX function, by rewriting its jaxpr.
 
-Only values that were traced as float32 get a low-precision dtype. An operation that autocast does not know receives its
-inputs in the dtypes in which they were traced, so that it runs unchanged.
+Only values that were traced as float32 get a low-precision dtype. An operation that autocast does
+not know receives its inputs in the dtypes in which they were traced, so that it runs unchanged.
 """
 
 from __future__ import annotations
@@ -48,23 +48,28 @@ def autocast(
         step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
         step = ft.autocast(ft.value_and_grad(loss), "bfloat16", rules={"head": "float32"})
 
-    Matrix products and convolutions cast their operands to the policy's dtype and accumulate in float32. Reshapes and
-    simple arithmetic run in the dtype of their inputs. exp, log, powers, sums over axes, norms, softmax and unknown
-    operations run in float32. A value has the dtype float32 if all operations that read it run in float32. The carries
-    of loops, the outputs of branches and the outputs of `f` keep their dtypes. Gradients of float32 parameters are
-    float32. `autocast` changes neither the casts in `f` nor matrix products and convolutions that are called with
-    `precision=`. You can apply `autocast` to a loss or to its `value_and_grad`. The results are the same.
+    Matrix products and convolutions cast their operands to the policy's dtype and accumulate in
+    float32. Reshapes and simple arithmetic run in the dtype of their inputs. exp, log, powers, sums
+    over axes, norms, softmax and unknown operations run in float32. A value has the dtype float32
+    if all operations that read it run in float32. The carries of loops, the outputs of branches and
+    the outputs of `f` keep their dtypes. Gradients of float32 parameters are float32. `autocast`
+    changes neither the casts in `f` nor matrix products and convolutions that are called with
+    `precision=`. You can apply `autocast` to a loss or to its `value_and_grad`. The results are the
+    same.
 
     Args:
-        f: any JAX function: a model, a loss, a gradient or a complete step, written with any library.
-        policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto" (default). "auto"
-            is the policy that suits the chip of this machine.
-        rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression that must match the whole
-            path of a named scope, or the beginning of the path up to a `/`. The first rule whose pattern matches is
-            used. `rules` take precedence over the rules of the policy. Default None: no rules.
+        f: any JAX function: a model, a loss, a gradient or a complete step, written with any
+            library.
+        policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto"
+            (default). "auto" is the policy that suits the chip of this machine.
+        rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression that
+            must match the whole path of a named scope, or the beginning of the path up to a `/`.
+            The first rule whose pattern matches is used. `rules` take precedence over the rules of
+            the policy. Default None: no rules.
 
     Returns:
-        A function with f's signature and dtypes. If the policy's dtype is float16, use `loss_scale` as well.
+        A function with f's signature and dtypes. If the policy's dtype is float16, use `loss_scale`
+        as well.
 
     Raises:
         ValueError: a dtype or chip is unknown, or a pattern in `rules` matches no scope of `f`.
@@ -112,12 +117,15 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
             and not hardware.detect(name).known
         ):
             raise ValueError(
-                f"autocast: expected policy 'auto', {', '.join(map(repr, _NAMES))} or the name of a chip "
-                f"in hardware.chips; got {name!r}. Nearest: {', '.join(hardware.chips.nearest(name))}"
+                f"autocast: expected policy 'auto', {', '.join(map(repr, _NAMES))} or the name of "
+                f"a chip "
+                f"in hardware.chips; got {name!r}. Nearest: "
+                f"{', '.join(hardware.chips.nearest(name))}"
             )
     if not isinstance(policy, Policy):
         raise TypeError(
-            f"autocast: expected a hardware.Policy or a string as policy; got a {type(policy).__name__}"
+            f"autocast: expected a hardware.Policy or a string as policy; got a "
+            f"{type(policy).__name__}"
         )
     if not isinstance(rules or {}, Mapping):
         raise TypeError(f"autocast: expected a dict {{pattern: dtype}} as rules; got {rules!r}")
@@ -137,7 +145,8 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """Evaluates the equations of a jaxpr for autocast. `_autocast_notes` describes the values of `Value.note`."""
+    """Evaluates the equations of a jaxpr for autocast. `_autocast_notes` describes the values of
+    `Value.note`."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -158,7 +167,8 @@ class _Autocast(Interpreter):
         return policy if policy is None or isinstance(policy, Saveable) else Saveable(policy)
 
     def compute(self, scope) -> np.dtype:
-        """Returns the dtype to which matrix products and convolutions in the scope `scope` cast their operands."""
+        """Returns the dtype to which matrix products and convolutions in the scope `scope` cast
+        their operands."""
         if scope not in self.scopes:
             self.scopes[scope] = self.policy.compute
             parts = scope.split("/")
@@ -205,10 +215,11 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """Returns a dict that describes how a jaxpr uses its values. The keys are variables of the jaxpr and ids of its
-        equations. For a variable, the dict contains a bool: whether the variable is used only in float32. For an
-        equation, the dict contains a tuple: the kind (see `Row`), whether the outputs are used only in float32, and
-        whether the outputs are used only as operands of low-precision matrix products or convolutions."""
+        """Returns a dict that describes how a jaxpr uses its values. The keys are variables of the
+        jaxpr and ids of its equations. For a variable, the dict contains a bool: whether the
+        variable is used only in float32. For an equation, the dict contains a tuple: the kind (see
+        `Row`), whether the outputs are used only in float32, and whether the outputs are used only
+        as operands of low-precision matrix products or convolutions."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -263,8 +274,9 @@ class _Autocast(Interpreter):
         )
 
     def kind(self, eqn) -> str:
-        """Returns the kind of an equation, which states how autocast evaluates it (see `Row`). The kind "author"
-        (excluded from autocast) is never returned, because it depends on the named scope of the equation."""
+        """Returns the kind of an equation, which states how autocast evaluates it (see `Row`). The
+        kind "author" (excluded from autocast) is never returned, because it depends on the named
+        scope of the equation."""
         name = eqn.primitive.name
         if name in jaxpr.BILINEAR:
             product = jaxpr.product(eqn)
@@ -331,8 +343,8 @@ class _Autocast(Interpreter):
                 changes = description(eqn.primitive).lower(eqn.params, compute, out)
                 outputs = bind(eqn, [value.x for value in inputs], **changes)
         elif kind == "follow" and operand and name == "rev" and inputs[0].x.dtype == F32:
-            # Compilers recognize the gradient of a convolution by its reversed kernel, unless a cast follows the
-            # reversal.
+            # Compilers recognize the gradient of a convolution by its reversed kernel, unless a
+            # cast follows the reversal.
             outputs, dtype, reason = (
                 bind(eqn, [_to(inputs[0].x, compute)]),
                 compute,
@@ -361,7 +373,8 @@ class _Autocast(Interpreter):
             eqn.primitive.name,
             eqn.outvars[0].aval.shape,
         )
-        # A weight gradient may have the shape of the stream, if there are as many tokens as features.
+        # A weight gradient may have the shape of the stream, if there are as many tokens as
+        # features.
         weight = any(value.note == WEIGHT for value in inputs)
         stream = (
             name == "add_any" and at.phase == "backward" and shape in self.streams - self.arguments
@@ -469,11 +482,13 @@ def _marked(eqn) -> bool:
 
 
 def _activation(eqn, at) -> bool:
-    """Whether the result of a matrix product is large, and is an activation or the gradient of an activation.
+    """Whether the result of a matrix product is large, and is an activation or the gradient of an
+    activation.
 
-    A weight gradient is a matrix product that sums over the examples, on axis 0 of both operands. In the backward pass,
-    a matrix product is the gradient of an activation under these conditions: One operand is a matrix. The other operand
-    has three or more axes, and the product sums over exactly one of these axes, but not over axis 0.
+    A weight gradient is a matrix product that sums over the examples, on axis 0 of both operands.
+    In the backward pass, a matrix product is the gradient of an activation under these conditions:
+    One operand is a matrix. The other operand has three or more axes, and the product sums over
+    exactly one of these axes, but not over axis 0.
     """
     product, shape = jaxpr.product(eqn), eqn.outvars[0].aval.shape
     if (
@@ -499,10 +514,11 @@ def _to(x, dtype):
 class Row(NamedTuple):
     """The result of autocast for one equation: scope, primitive, kind, dtype and reason.
 
-    The field `kind` states how the equation is evaluated: with low-precision operands and float32 sums ("lower"), in
-    the dtype of its inputs ("follow"), or in the dtype in which it was traced ("float32"). A cast from bool to float32
-    has the kind "cast"; its result is exact in any dtype. A convolution that the policy keeps in float32 has the kind
-    "convolution". An equation that a rule or `full_precision` keeps in float32 has the kind "author"."""
+    The field `kind` states how the equation is evaluated: with low-precision operands and float32
+    sums ("lower"), in the dtype of its inputs ("follow"), or in the dtype in which it was traced
+    ("float32"). A cast from bool to float32 has the kind "cast"; its result is exact in any dtype.
+    A convolution that the policy keeps in float32 has the kind "convolution". An equation that a
+    rule or `full_precision` keeps in float32 has the kind "author"."""
 
     scope: str
     primitive: str

@@ -21,8 +21,9 @@ BRANCH = "branch"  # a value of the forward pass that is the result of a product
 
 
 def branch(eqn, inputs) -> bool:
-    """Whether an equation scales, shifts, masks, reshapes or transposes the result of a matrix product or convolution.
-    Returns False for an equation that reads only a slice of the result of a matrix product or convolution."""
+    """Whether an equation scales, shifts, masks, reshapes or transposes the result of a matrix
+    product or convolution. Returns False for an equation that reads only a slice of the result of a
+    matrix product or convolution."""
     size = math.prod(eqn.outvars[0].aval.shape)
     results = [
         value
@@ -40,7 +41,8 @@ def branch(eqn, inputs) -> bool:
 
 
 def sums_examples(eqn) -> bool:
-    """Whether a matrix product sums over axis 0 of both operands, which are the examples, as a weight gradient does."""
+    """Whether a matrix product sums over axis 0 of both operands, which are the examples, as a
+    weight gradient does."""
     found = product(eqn)
     if found is None or found.op is not DOT:
         return False
@@ -49,8 +51,8 @@ def sums_examples(eqn) -> bool:
 
 
 class Size(NamedTuple):
-    """The smallest and largest magnitude of a constant's elements. Zeros and infinities are ignored, because every
-    dtype can represent them."""
+    """The smallest and largest magnitude of a constant's elements. Zeros and infinities are
+    ignored, because every dtype can represent them."""
 
     smallest: float
     largest: float
@@ -62,13 +64,15 @@ class Size(NamedTuple):
 
 @functools.cache
 def fits(name: str, magnitude: Size, dtype) -> bool:
-    """Whether a constant operand of the primitive `name` may be converted to the low-precision dtype `dtype`.
+    """Whether a constant operand of the primitive `name` may be converted to the low-precision
+    dtype `dtype`.
 
-    `magnitude` contains the smallest and the largest magnitude of the constant's elements. The result is False if one
-    of these two magnitudes is outside the range of the normal numbers of `dtype`. The normal numbers of float16 have
-    magnitudes between 6e-5 and 65504. A constant that is added or subtracted must not be so large that the other
-    operand is lost when the result is rounded to `dtype`. In a multiplication or division, the constant must not make
-    the result overflow or underflow.
+    `magnitude` contains the smallest and the largest magnitude of the constant's elements. The
+    result is False if one of these two magnitudes is outside the range of the normal numbers of
+    `dtype`. The normal numbers of float16 have magnitudes between 6e-5 and 65504. A constant that
+    is added or subtracted must not be so large that the other operand is lost when the result is
+    rounded to `dtype`. In a multiplication or division, the constant must not make the result
+    overflow or underflow.
     """
     info, (smallest, largest) = jnp.finfo(dtype), magnitude
     if smallest < float(info.tiny) or largest > float(info.max):

@@ -1,7 +1,7 @@
 """Lists, captures and replaces intermediate values of a function, and captures their cotangents.
 
-These values are called sites. A site is the output of a layer or of another named scope, a value that is named with
-`tag`, or the weights of an attention.
+These values are called sites. A site is the output of a layer or of another named scope, a value
+that is named with `tag`, or the weights of an attention.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from fnet.transforms._patterns import Match, matches
 
 
 def sites(f: Callable) -> Callable:
-    """Returns a function that lists the sites of `f`: named values that `capture` can read and `intervene` can replace.
+    """Returns a function that lists the sites of `f`: named values that `capture` can read and
+    `intervene` can replace.
 
         print(ft.sites(model)(params, x))
 
-    A site is the output of a layer, the output of any other named scope, a value named with `tag`, or the attention
-    weights of an attention layer. The name of a layer's output is the path of the layer. Flax linen, Haiku and Equinox
-    also name the scopes of their layers; Equinox uses types as names, such as `eqx.nn.Linear#1`. For flax.nnx, apply
-    `name_scopes` first. If several named values have the same path, their names are `path#0`, `path#1` and so on. If a
-    site (a named value) is inside a scan, the captured value has a leading axis whose length is the number of
-    iterations. `layers.Stack` runs its blocks in a scan. If `path` is the path of a `layers.Stack`, the site (named
-    value) `path[:]` contains the outputs of all blocks of the stack.
+    A site is the output of a layer, the output of any other named scope, a value named with `tag`,
+    or the attention weights of an attention layer. The name of a layer's output is the path of the
+    layer. Flax linen, Haiku and Equinox also name the scopes of their layers; Equinox uses types as
+    names, such as `eqx.nn.Linear#1`. For flax.nnx, apply `name_scopes` first. If several named
+    values have the same path, their names are `path#0`, `path#1` and so on. If a site (a named
+    value) is inside a scan, the captured value has a leading axis whose length is the number of
+    iterations. `layers.Stack` runs its blocks in a scan. If `path` is the path of a `layers.Stack`,
+    the site (named value) `path[:]` contains the outputs of all blocks of the stack.
 
     Args:
         f: any function.
 
     Returns:
-        A function that takes the arguments of f and returns a `Sites` object. A `Sites` object is a tuple with one
-        `SiteInfo` for each named value, in the order of computation. `sites` only traces f, so the arguments may be
-        `jax.ShapeDtypeStruct`s.
+        A function that takes the arguments of f and returns a `Sites` object. A `Sites` object is a
+        tuple with one `SiteInfo` for each named value, in the order of computation. `sites` only
+        traces f, so the arguments may be `jax.ShapeDtypeStruct`s.
 
     >>> def f(x):
     ...     with jax.named_scope("double"):
@@ -68,9 +70,10 @@ class SiteInfo:
     Attributes:
         name: the name of the value, such as "blocks/attention".
         value: a tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the captured value.
-        scans: a tuple of the lengths of the scans around the value, which are the sizes of the first axes of the
-            captured value.
-        inside: the construct that prevents capturing the value ("a while loop", "a branch of cond", ...), or None.
+        scans: a tuple of the lengths of the scans around the value, which are the sizes of the
+            first axes of the captured value.
+        inside: the construct that prevents capturing the value ("a while loop", "a branch of cond",
+            ...), or None.
 
     >>> site = ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3))[0]
     >>> site.name
@@ -107,26 +110,28 @@ class Sites(tuple):
 
 
 def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
-    """Returns a function that computes `f`, and also returns named intermediate values of `f` (see `sites`).
+    """Returns a function that computes `f`, and also returns named intermediate values of `f` (see
+    `sites`).
 
         logits, seen = ft.capture(model, "blocks/attention")(params, x)
 
     Args:
         f: any function: a model, a loss, a gradient, a training step.
-        pattern: the name of a value, a regular expression that matches whole names, or a sequence of names and regular
-            expressions. "blocks[3]/mlp" is the value "mlp" in layer 3 of the `layers.Stack` "blocks". The function
-            `sites` lists the names of all named values.
+        pattern: the name of a value, a regular expression that matches whole names, or a sequence
+            of names and regular expressions. "blocks[3]/mlp" is the value "mlp" in layer 3 of the
+            `layers.Stack` "blocks". The function `sites` lists the names of all named values.
 
     Returns:
-        A function with f's arguments that returns (f's result, {name: value}). For a layer, the value is exactly the
-        output of the layer. If a named value is in a scan, the captured value has a leading axis for the iterations. If
-        f contains a `vmap`, a value that depends on the mapped arguments has a leading axis for the batch. If f
-        computes derivatives, the captured values are those of the forward pass. In a compiled program, named values
-        that `pattern` does not match cause no additional cost.
+        A function with f's arguments that returns (f's result, {name: value}). For a layer, the
+        value is exactly the output of the layer. If a named value is in a scan, the captured value
+        has a leading axis for the iterations. If f contains a `vmap`, a value that depends on the
+        mapped arguments has a leading axis for the batch. If f computes derivatives, the captured
+        values are those of the forward pass. In a compiled program, named values that `pattern`
+        does not match cause no additional cost.
 
     Raises:
-        ValueError: a pattern matches no named value, or matches a named value inside a while loop, a branch of cond or
-            a shard_map.
+        ValueError: a pattern matches no named value, or matches a named value inside a while loop,
+            a branch of cond or a shard_map.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((3, 5)))
@@ -158,31 +163,35 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
 
 
 def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
-    """Returns a function that computes `f`, but replaces some of its named intermediate values (see `sites`).
+    """Returns a function that computes `f`, but replaces some of its named intermediate values (see
+    `sites`).
 
         y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
 
-    All operations that read a changed value read the new value. If no operation reads the original value, a compiled
-    program does not compute it. In `vmap(intervene(f, ...))`, the functions in `changes` receive the value of one
-    example. In `intervene(vmap(f), ...)`, the functions in `changes` receive the value of the whole batch.
+    All operations that read a changed value read the new value. If no operation reads the original
+    value, a compiled program does not compute it. In `vmap(intervene(f, ...))`, the functions in
+    `changes` receive the value of one example. In `intervene(vmap(f), ...)`, the functions in
+    `changes` receive the value of the whole batch.
 
     Args:
-        f: any function. For the gradient of the changed function, use `grad(intervene(f, changes))`, not
-            `intervene(grad(f), changes)`.
-        changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a tree with the
-            structure, shapes and dtypes of `value`. `index` is a tuple with the index of the iteration of each scan
-            around the value, the outermost scan first. In a stack of layers, `index` is (layer,); outside of scans,
-            `index` is (). If several patterns match the same value, the functions `change` of these patterns are
-            applied in the order of the dict.
+        f: any function. For the gradient of the changed function, use `grad(intervene(f,
+            changes))`, not `intervene(grad(f), changes)`.
+        changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a
+            tree with the structure, shapes and dtypes of `value`. `index` is a tuple with the index
+            of the iteration of each scan around the value, the outermost scan first. In a stack of
+            layers, `index` is (layer,); outside of scans, `index` is (). If several patterns match
+            the same value, the functions `change` of these patterns are applied in the order of the
+            dict.
 
     Returns:
         A function with f's arguments and results.
 
     Raises:
-        ValueError: a pattern matches no named value, or matches a named value inside a while loop, a branch of cond or
-            a shard_map. A ValueError is also raised for a named value inside a function with a custom derivative, or
-            inside a function that `f` itself differentiates. Custom derivatives, and derivatives that `f` itself
-            computes, would still use the original value.
+        ValueError: a pattern matches no named value, or matches a named value inside a while loop,
+            a branch of cond or a shard_map. A ValueError is also raised for a named value inside a
+            function with a custom derivative, or inside a function that `f` itself differentiates.
+            Custom derivatives, and derivatives that `f` itself computes, would still use the
+            original value.
         TypeError: a new value differs from the original value in structure, shape or dtype.
 
     >>> def f(x):
@@ -214,20 +223,23 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
 def capture_cotangents(
     f: Callable, pattern: str | Sequence[str], *, has_aux: bool = False
 ) -> Callable:
-    """Returns a function that computes a scalar function `f`, and its derivatives with respect to intermediate values.
+    """Returns a function that computes a scalar function `f`, and its derivatives with respect to
+    intermediate values.
 
     The intermediate values are selected by their names, which `sites` lists.
 
         loss, cotangents = ft.capture_cotangents(loss, "blocks/attention")(params, batch)
 
     Args:
-        f: a function that returns a floating-point scalar. Pass the function itself, not its gradient.
+        f: a function that returns a floating-point scalar. Pass the function itself, not its
+            gradient.
         pattern: one or several patterns, as in `capture`.
         has_aux: whether f returns a pair (scalar, auxiliary outputs). Default False.
 
     Returns:
-        A function with f's arguments that returns (f's result, {name: cotangent}). A cotangent has the structure and
-        shapes of the captured value, with None for leaves that are not floating-point.
+        A function with f's arguments that returns (f's result, {name: cotangent}). A cotangent has
+        the structure and shapes of the captured value, with None for leaves that are not
+        floating-point.
 
     Raises:
         TypeError: f does not return a floating-point scalar.
@@ -305,8 +317,8 @@ def _patterns(who, pattern) -> list[str]:
 
 
 def _value(match, leaves, indices) -> Any:
-    """Returns a captured named value as a tree. If the value was computed inside scans, `indices` selects iterations of
-    these scans."""
+    """Returns a captured named value as a tree. If the value was computed inside scans, `indices`
+    selects iterations of these scans."""
     site, rest = match.site, iter(leaves)
     where = tuple(slice(None) if i is None else i for i in indices)
     whole = all(i is None for i in indices)
@@ -320,9 +332,9 @@ def _value(match, leaves, indices) -> Any:
 
 
 def _numbers(site) -> bool:
-    """Returns False if a named value contains PRNG keys. A value that is captured in a single iteration of a scan
-    becomes a part of the scan's carry. The initial carry contains zeros in place of the captured value, but zeros do
-    not exist for PRNG keys."""
+    """Returns False if a named value contains PRNG keys. A value that is captured in a single
+    iteration of a scan becomes a part of the scan's carry. The initial carry contains zeros in
+    place of the captured value, but zeros do not exist for PRNG keys."""
     return not any(
         t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types
     )
@@ -345,7 +357,8 @@ def _scalar(result, has_aux):
             else f"a {type(result).__name__}"
         )
         raise TypeError(
-            f"capture_cotangents: with has_aux={has_aux} the function must return {kind}; it returned "
+            f"capture_cotangents: with has_aux={has_aux} the function must return {kind}; it "
+            f"returned "
             f"{what}"
         )
     return value
@@ -354,22 +367,25 @@ def _scalar(result, has_aux):
 def _check_original(who, site) -> None:
     if site.differentiated:
         raise ValueError(
-            f"{who}: the site {site.name!r} is in a part of the function that has been differentiated: "
+            f"{who}: the site {site.name!r} is in a part of the function that has been "
+            f"differentiated: "
             "its backward pass uses the original value. Apply it to the function before "
             f"differentiation: grad({who}(f, ...))"
         )
     if site.custom:
         raise ValueError(
-            f"{who}: the site {site.name!r} is inside a function with custom_jvp or custom_vjp, whose "
+            f"{who}: the site {site.name!r} is inside a function with custom_jvp or custom_vjp, "
+            f"whose "
             "derivative uses the original value"
         )
 
 
 def _changed(site, steps) -> Callable:
-    """Returns a function `change(leaves, indices)` that applies the user's changes to a named value, in order.
+    """Returns a function `change(leaves, indices)` that applies the user's changes to a named
+    value, in order.
 
-    `leaves` are the leaves of the named value in one iteration of the scans that contain it. `indices` are the indices
-    of this iteration, one for each scan. `change` returns the new leaves.
+    `leaves` are the leaves of the named value in one iteration of the scans that contain it.
+    `indices` are the indices of this iteration, one for each scan. `change` returns the new leaves.
     """
 
     def change(leaves, indices):
@@ -403,15 +419,16 @@ def _check_same(match, old, new) -> None:
     ]
     if types[0] != types[1]:
         raise TypeError(
-            f"intervene: the change of {match.name!r} must return {types[0]}, as the original value; it "
+            f"intervene: the change of {match.name!r} must return {types[0]}, as the original "
+            f"value; it "
             f"returned {types[1]}"
         )
 
 
 @jax.custom_jvp
 def _shifted(x, offset):
-    """Returns x. The derivatives of the function are those of x + offset, so the derivative with respect to `offset` is
-    the cotangent of x. The array `offset` contains only zeros."""
+    """Returns x. The derivatives of the function are those of x + offset, so the derivative with
+    respect to `offset` is the cotangent of x. The array `offset` contains only zeros."""
     return x
 
 
@@ -428,11 +445,12 @@ def _shift(leaves, indices, offsets):
 
 
 def _offsets(site) -> list:
-    """Returns an array of zeros (an offset) for each floating-point leaf of a named value, and None for other leaves.
-    For a value inside scans, an offset has one more leading axis for each scan. Each offset is added to a leaf of the
-    named value, so that the gradient with respect to the offset is the cotangent of the leaf. In a shard_map, an offset
-    must have the same varying mesh axes as the leaf to which it is added; otherwise, JAX would sum the cotangent over
-    the missing axes."""
+    """Returns an array of zeros (an offset) for each floating-point leaf of a named value, and None
+    for other leaves. For a value inside scans, an offset has one more leading axis for each scan.
+    Each offset is added to a leaf of the named value, so that the gradient with respect to the
+    offset is the cotangent of the leaf. In a shard_map, an offset must have the same varying mesh
+    axes as the leaf to which it is added; otherwise, JAX would sum the cotangent over the missing
+    axes."""
     lengths = tuple(length for _, length in site.scans)
     return [
         _jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t))

@@ -1,4 +1,5 @@
-"""Functions that JAX lacks: Hessian-vector products, and per-example values (such as gradients) of a batched
+"""Functions that JAX lacks: Hessian-vector products, and per-example values (such as gradients) of
+a batched
 function."""
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from fnet.transforms._microbatch import batch_leaves, batch_rows, batched
 
 
 def hvp(f: Callable) -> Callable:
-    """Returns a function that computes Hessian-vector products of `f` with respect to its first argument.
+    """Returns a function that computes Hessian-vector products of `f` with respect to its first
+    argument.
 
         hvp(f)(x, v, *rest) = d/dt grad(f)(x + t v, *rest) at t = 0
 
-    A Hessian-vector product takes about as long as two gradients: it is a JVP (forward mode) of the gradient (reverse
-    mode). The Hessian itself is never computed (Pearlmutter, 1994, Fast Exact Multiplication by the Hessian).
+    A Hessian-vector product takes about as long as two gradients: it is a JVP (forward mode) of the
+    gradient (reverse mode). The Hessian itself is never computed (Pearlmutter, 1994, Fast Exact
+    Multiplication by the Hessian).
 
     Args:
         f: `f(x, *rest, **options) -> scalar`, where x is any tree of floating-point arrays.
@@ -47,17 +50,19 @@ def hvp(f: Callable) -> Callable:
 
 
 def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) -> Callable:
-    """Applies `f` to each example: `per_example(grad(loss))(params, batch)` returns one gradient for each row.
+    """Applies `f` to each example: `per_example(grad(loss))(params, batch)` returns one gradient
+    for each row.
 
-    Row i of the result is the output of `f` for row i of every batched argument. `f` receives each row as a batch of
-    length 1, so that a loss written for batches can be used unchanged. If a batched argument is a scalar
-    `jax.random.key`, the index of the row is folded into the key, so that each row gets different random numbers.
-    Scalars that are not keys, and leaves that are not arrays, are passed to `f` unchanged.
+    Row i of the result is the output of `f` for row i of every batched argument. `f` receives each
+    row as a batch of length 1, so that a loss written for batches can be used unchanged. If a
+    batched argument is a scalar `jax.random.key`, the index of the row is folded into the key, so
+    that each row gets different random numbers. Scalars that are not keys, and leaves that are not
+    arrays, are passed to `f` unchanged.
 
     Args:
         f: a function of parameters and batched arguments.
-        argnums: the arguments that are batched along the first axis of their leaves, an int or a tuple of positions.
-            Default None: all arguments except the first.
+        argnums: the arguments that are batched along the first axis of their leaves, an int or a
+            tuple of positions. Default None: all arguments except the first.
 
     Returns:
         A function with f's arguments, whose outputs have a leading axis of the batch's length.

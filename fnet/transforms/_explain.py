@@ -1,4 +1,5 @@
-"""explain: lists what a transform, such as autocast or tune, changes in a function, by scope and with reasons."""
+"""explain: lists what a transform, such as autocast or tune, changes in a function, by scope and
+with reasons."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ from fnet.transforms._tuner import Fired, Tuner
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The result of `explain` for `autocast`: the dtype of each floating-point equation, with the reason. `str()`
-    returns a table.
+    """The result of `explain` for `autocast`: the dtype of each floating-point equation, with the
+    reason. `str()` returns a table.
 
     Attributes:
         policy: the policy of autocast.
-        rows: one `Row` for each floating-point equation. A `Row` has the fields scope, primitive, kind ("lower",
-            "follow", "cast", "convolution", "float32" or "author"), dtype and reason.
-        disabled: one message (str) for each rule or kernel of fnet that this version of JAX does not support.
+        rows: one `Row` for each floating-point equation. A `Row` has the fields scope, primitive,
+            kind ("lower", "follow", "cast", "convolution", "float32" or "author"), dtype and
+            reason.
+        disabled: one message (str) for each rule or kernel of fnet that this version of JAX does
+            not support.
     """
 
     policy: Policy
@@ -57,15 +60,16 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The result of `explain` for `tune`: the equations that rewrite rules change, and the compiler options. `str()`
-    returns a table.
+    """The result of `explain` for `tune`: the equations that rewrite rules change, and the compiler
+    options. `str()` returns a table.
 
     Attributes:
-        rows: one `Fired` for each equation that a rewrite rule changed, with the fields scope, primitive, rule and
-            reason.
+        rows: one `Fired` for each equation that a rewrite rule changed, with the fields scope,
+            primitive, rule and reason.
         rules: the enabled rules.
         options: the compiler options.
-        measured: the measured times by which `tune(measure=True)` selected the rules, or None with `measure=False`.
+        measured: the measured times by which `tune(measure=True)` selected the rules, or None with
+            `measure=False`.
     """
 
     chip: Chip
@@ -106,27 +110,29 @@ class Tuning:
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
-    """Explains what autocast, tune, fold or use_implicit_arrays does in a function. The function is traced, but
-    normally not run.
+    """Explains what autocast, tune, fold or use_implicit_arrays does in a function. The function is
+    traced, but normally not run.
 
-    If `f` is a step of `search.population`, or is tuned with `measure=True`, `explain` may run and time `f` on copies
-    of the arguments to select the fastest implementation. The explanation of a population states with which method its
-    members (the models that are trained together) are run.
+    If `f` is a step of `search.population`, or is tuned with `measure=True`, `explain` may run and
+    time `f` on copies of the arguments to select the fastest implementation. The explanation of a
+    population states with which method its members (the models that are trained together) are run.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
     Args:
-        f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, or a step of `search.population`. `f` may
-            be wrapped in `jit` or `functools.partial`. If several transforms were applied to f, the outermost transform
-            is explained.
+        f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, or a step of
+            `search.population`. `f` may be wrapped in `jit` or `functools.partial`. If several
+            transforms were applied to f, the outermost transform is explained.
         args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-        An `Explanation`, `Tuning`, `Folds` or `Uses` object. `print` shows the explanation as a table.
+        An `Explanation`, `Tuning`, `Folds` or `Uses` object. `print` shows the explanation as a
+        table.
 
     Raises:
-        ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `use_implicit_arrays` or `search.population`.
+        ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `use_implicit_arrays` or
+            `search.population`.
 
     >>> half = ft.autocast(lambda x: jnp.exp(x @ x), "bfloat16")
     >>> [(row.primitive, row.dtype) for row in ft.explain(half, jnp.ones((2, 2))).rows]
@@ -138,7 +144,8 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     while not any(hasattr(inner, name) for name in ("autocast", "tuned", "implicit", "explained")):
         if not hasattr(inner, "__wrapped__"):
             raise ValueError(
-                f"explain: expected a function returned by autocast, tune or use_implicit_arrays; got "
+                f"explain: expected a function returned by autocast, tune or use_implicit_arrays; "
+                f"got "
                 f"{getattr(f, '__name__', f)!r}. Call explain(ft.autocast(f), *args)"
             )
         inner = inner.__wrapped__

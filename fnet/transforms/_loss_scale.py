@@ -1,4 +1,5 @@
-"""Dynamic loss scaling for float16: an Optax transformation, and a function for the gradient of a scaled loss."""
+"""Dynamic loss scaling for float16: an Optax transformation, and a function for the gradient of a
+scaled loss."""
 
 from __future__ import annotations
 
@@ -52,13 +53,14 @@ def loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for gradients of a loss that is multiplied by a dynamic scale.
 
-    The gradients are divided by the scale. If all gradients are finite, `inner` updates the parameters. If a gradient
-    is not finite, the update is zero, the state of `inner` does not change, the skipped step is counted, and the scale
-    is reduced. After `interval` consecutive steps with finite gradients, the scale grows. `inner` must contain all
-    transformations that need unscaled gradients, such as clipping and weight decay. If you use `optax.multi_transform`,
-    `inner` must contain the complete `multi_transform`, not only the transformation of one of its groups. Keep the
-    parameters in float32, because an unscaled gradient has the dtype of its parameter, and small gradients would
-    underflow again in float16.
+    The gradients are divided by the scale. If all gradients are finite, `inner` updates the
+    parameters. If a gradient is not finite, the update is zero, the state of `inner` does not
+    change, the skipped step is counted, and the scale is reduced. After `interval` consecutive
+    steps with finite gradients, the scale grows. `inner` must contain all transformations that need
+    unscaled gradients, such as clipping and weight decay. If you use `optax.multi_transform`,
+    `inner` must contain the complete `multi_transform`, not only the transformation of one of its
+    groups. Keep the parameters in float32, because an unscaled gradient has the dtype of its
+    parameter, and small gradients would underflow again in float16.
 
         policy = hw.policy()
         tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself if the policy needs no scale
@@ -70,15 +72,18 @@ def loss_scale(
 
     Args:
         inner: an Optax transformation.
-        policy: a `hardware.Policy`, or None (default). If a policy is passed and its field `loss_scale` is None, the
-            function returns `inner` unchanged. In all other cases, the function wraps `inner`.
-        initial: the first scale. Default None: the `loss_scale` of the policy, or 2^15 without a policy.
-        growth: the factor by which the scale is multiplied after `interval` steps with finite gradients. Default 2.
-        interval: the number of consecutive steps with finite gradients after which the scale grows. Default 2,000.
-        backoff: the factor by which the scale is multiplied after a step whose gradients are not finite. Default 0.5.
-        minimum, maximum: bounds of the scale. Defaults 2^-14 and 2^24.
-        axis_name: the name of a mapped axis, or several names. A step is skipped if the gradients of any device along
-            `axis_name` are not finite. Default None.
+        policy: a `hardware.Policy`, or None (default). If a policy is passed and its field
+            `loss_scale` is None, the function returns `inner` unchanged. In all other cases, the
+            function wraps `inner`.
+        initial: the first scale. Default None: the `loss_scale` of the policy, or 2^15 without a
+            policy.
+        growth: the factor by which the scale is multiplied after `interval` steps with finite
+        gradients. Default 2. interval: the number of consecutive steps with finite gradients after
+        which the scale grows. Default 2,000. backoff: the factor by which the scale is multiplied
+        after a step whose gradients are not finite. Default 0.5. minimum, maximum: bounds of the
+        scale. Defaults 2^-14 and 2^24.
+        axis_name: the name of a mapped axis, or several names. A step is skipped if the gradients
+            of any device along `axis_name` are not finite. Default None.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`, whose state is a `LossScaleState`.
@@ -87,8 +92,9 @@ def loss_scale(
         TypeError: `inner` is not an Optax transformation, or `policy` is not a `hardware.Policy`.
         ValueError: an option such as `initial` or `growth` is out of range.
 
-    Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2. The defaults of `growth`, `interval` and
-    `backoff` are those of PyTorch's GradScaler. The initial scale of 2^15 is the default of Keras's LossScaleOptimizer.
+    Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2. The defaults of
+    `growth`, `interval` and `backoff` are those of PyTorch's GradScaler. The initial scale of 2^15
+    is the default of Keras's LossScaleOptimizer.
 
     >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
     >>> float(ft.loss_scale_state(tx.init({"w": jnp.ones(3)})).scale)
@@ -98,7 +104,8 @@ def loss_scale(
 
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
-            f"loss_scale: expected an Optax transformation, such as optax.adamw(1e-3); got {inner!r}"
+            f"loss_scale: expected an Optax transformation, such as optax.adamw(1e-3); got "
+            f"{inner!r}"
         )
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(
@@ -118,7 +125,8 @@ def loss_scale(
     }.items():
         if not isinstance(value, (numbers.Real, jax.Array)):
             raise TypeError(
-                f"loss_scale: expected a number as {name}, got {value!r}; pass a float, such as 2.0**15"
+                f"loss_scale: expected a number as {name}, got {value!r}; pass a float, such as "
+                f"2.0**15"
             )
     if not (
         0 < minimum <= initial <= maximum < 2.0**128
@@ -128,8 +136,10 @@ def loss_scale(
         and interval >= 1
     ):
         raise ValueError(
-            "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and "
-            f"an integer interval >= 1; got minimum={minimum}, initial={initial}, maximum={maximum}, "
+            "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff "
+            "< 1 and "
+            f"an integer interval >= 1; got minimum={minimum}, initial={initial}, "
+            f"maximum={maximum}, "
             f"growth={growth}, backoff={backoff}, interval={interval}"
         )
     inner = optax.with_extra_args_support(inner)
@@ -194,25 +204,27 @@ def _states(tree) -> list[LossScaleState]:
 def scaled_value_and_grad(
     loss: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
 ) -> Callable:
-    """Returns a function that computes a loss and its gradients, and multiplies the gradients by the loss scale.
+    """Returns a function that computes a loss and its gradients, and multiplies the gradients by
+    the loss scale.
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
 
-    The returned value is the unscaled loss in float32 (or float64). The gradients are the gradients of the loss,
-    multiplied by the loss scale in `opt_state`. The update function of `loss_scale` divides the gradients by the scale.
-    If `opt_state` contains no scale, the result is that of `jax.value_and_grad(loss)(params, batch)`, so the same
-    training step works in every precision.
+    The returned value is the unscaled loss in float32 (or float64). The gradients are the gradients
+    of the loss, multiplied by the loss scale in `opt_state`. The update function of `loss_scale`
+    divides the gradients by the scale. If `opt_state` contains no scale, the result is that of
+    `jax.value_and_grad(loss)(params, batch)`, so the same training step works in every precision.
 
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.
-        argnums, has_aux: as in `jax.value_and_grad`. `argnums` refers to the arguments of the loss, without
-            `opt_state`. Default 0 and False.
+        argnums, has_aux: as in `jax.value_and_grad`. `argnums` refers to the arguments of the loss,
+            without `opt_state`. Default 0 and False.
 
     Returns:
         A function of (opt_state, *args).
 
     Raises:
-        TypeError: the loss is not a floating-point scalar, or with `has_aux`, the result is not a pair.
+        TypeError: the loss is not a floating-point scalar, or with `has_aux`, the result is not a
+            pair.
         ValueError: `opt_state` contains several scales.
 
     >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
@@ -233,7 +245,8 @@ def scaled_value_and_grad(
             output = loss(*args, **kwargs)
             if has_aux and not (isinstance(output, tuple) and len(output) == 2):
                 raise TypeError(
-                    "scaled_value_and_grad: with has_aux=True the loss must return a pair (scalar, aux)"
+                    "scaled_value_and_grad: with has_aux=True the loss must return a pair (scalar, "
+                    "aux)"
                 )
             value, aux = output if has_aux else (output, None)
             kind = jnp.result_type(value) if isinstance(value, (jax.Array, float)) else None

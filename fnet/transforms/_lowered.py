@@ -1,11 +1,13 @@
-"""A primitive for bilinear operations in low precision. Derivatives of any order are also computed in low precision.
+"""A primitive for bilinear operations in low precision. Derivatives of any order are also computed
+in low precision.
 
-If JAX's dot_general has bfloat16 operands and a float32 result, its backward pass is not computed in bfloat16, because
-the float32 cotangent of the result is an operand of each matrix product in the backward pass. If dot_general has a
-bfloat16 result, weight gradients are rounded to bfloat16. The primitive `lowered` casts its operands itself, so the
-operands and the result may have any floating-point dtype. `lowered` multiplies in the low-precision dtype and
-accumulates in float32. The gradient of each operand has the dtype of the operand, so that the gradient of a float32
-weight is summed in float32.
+If JAX's dot_general has bfloat16 operands and a float32 result, its backward pass is not computed
+in bfloat16, because the float32 cotangent of the result is an operand of each matrix product in the
+backward pass. If dot_general has a bfloat16 result, weight gradients are rounded to bfloat16. The
+primitive `lowered` casts its operands itself, so the operands and the result may have any
+floating-point dtype. `lowered` multiplies in the low-precision dtype and accumulates in float32.
+The gradient of each operand has the dtype of the operand, so that the gradient of a float32 weight
+is summed in float32.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ lowered_p = Primitive("lowered")
 
 
 def lowered(op, x, y, params: dict, *, compute, out, stored=None) -> jax.Array:
-    """Computes `op(x, y)` with operands cast to the dtype `compute`, float32 accumulation, and a result of dtype `out`.
+    """Computes `op(x, y)` with operands cast to the dtype `compute`, float32 accumulation, and a
+    result of dtype `out`.
 
     Args:
-        op: a bilinear primitive that has the parameter `preferred_element_type`, such as dot_general.
+        op: a bilinear primitive that has the parameter `preferred_element_type`, such as
+            dot_general.
         x, y: floating-point arrays.
         params: the primitive's parameters.
         compute, out: the dtype of the operands, and the dtype of the result.
@@ -79,8 +83,8 @@ class _Params:
 
 @dataclasses.dataclass(frozen=True)
 class Saveable:
-    """Wraps a policy of `jax.checkpoint`. If the primitive of an equation was replaced by the primitive `lowered`, the
-    policy is called with the original primitive, such as dot_general."""
+    """Wraps a policy of `jax.checkpoint`. If the primitive of an equation was replaced by the
+    primitive `lowered`, the policy is called with the original primitive, such as dot_general."""
 
     policy: Callable
 
@@ -119,7 +123,8 @@ def _abstract(x, y, *, op, params, compute, out, stored):
 
 
 def _on_accelerators(x, y, *, compute, out, stored, **rest):
-    # Matrix units compute sums in float32 for every result dtype. A 16-bit result halves the number of bytes written.
+    # Matrix units compute sums in float32 for every result dtype. A 16-bit result halves the number
+    # of bytes written.
     return _compute(
         x,
         y,
@@ -131,8 +136,8 @@ def _on_accelerators(x, y, *, compute, out, stored, **rest):
 
 
 def _on_cuda(x, y, *, op, compute, out, stored, **rest):
-    # cuDNN has no convolution of 16-bit operands with a float32 result: XLA would widen the operands. Its sums are in
-    # float32, and a weight gradient is rounded to 16 bits.
+    # cuDNN has no convolution of 16-bit operands with a float32 result: XLA would widen the
+    # operands. Its sums are in float32, and a weight gradient is rounded to 16 bits.
     if op is not lax.dot_general_p:
         return _compute(x, y, op=op, compute=compute, out=out, sums=compute, **rest)
     return _on_accelerators(x, y, op=op, compute=compute, out=out, stored=stored, **rest)
@@ -151,19 +156,21 @@ def _on_cpu(x, y, *, op, params, compute, out, stored):
 
 
 def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
-    """Computes a dot_general in bfloat16 with float32 accumulation, in a form that is fast on XLA:CPU.
+    """Computes a dot_general in bfloat16 with float32 accumulation, in a form that is fast on
+    XLA:CPU.
 
-    The operands are cast to bfloat16, and the result has the dtype `out`. XLA:CPU computes a matrix product fast if the
-    operands have the shapes [batch, m, k] and [batch, k, n], or [batch, m, k] and [batch, n, k]. Optimization barriers
-    prevent XLA from merging a transpose into the matrix product, because the merged operation would fail at run time
-    ("DotThunk: BF16 x BF16 = F32").
+    The operands are cast to bfloat16, and the result has the dtype `out`. XLA:CPU computes a matrix
+    product fast if the operands have the shapes [batch, m, k] and [batch, k, n], or [batch, m, k]
+    and [batch, n, k]. Optimization barriers prevent XLA from merging a transpose into the matrix
+    product, because the merged operation would fail at run time ("DotThunk: BF16 x BF16 = F32").
     """
     contract, batch = dimension_numbers
     free = [
         [i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)
     ]
-    # One operand of a weight gradient is transposed: the narrower one, preferably the one that the layer has read
-    # (JAX's second), because XLA (jaxlib 0.10) computes everything that produces a cotangent within its transpose.
+    # One operand of a weight gradient is transposed: the narrower one, preferably the one that the
+    # layer has read (JAX's second), because XLA (jaxlib 0.10) computes everything that produces a
+    # cotangent within its transpose.
     swapped = (
         all(f == [len(c)] and not b for f, c, b in zip(free, contract, batch))
         and x.shape[-1] >= y.shape[-1]
@@ -183,8 +190,9 @@ def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
 
 
 def _matrices(x, axes):
-    """Casts x to bfloat16 and reshapes it to three axes. `axes` is three groups of axes of x, and each group becomes
-    one axis. An optimization barrier makes XLA cast x only once, even if several matrix products use x."""
+    """Casts x to bfloat16 and reshapes it to three axes. `axes` is three groups of axes of x, and
+    each group becomes one axis. An optimization barrier makes XLA cast x only once, even if several
+    matrix products use x."""
     order, shape = (
         [i for group in axes for i in group],
         [math.prod(x.shape[i] for i in group) for group in axes],
@@ -201,7 +209,8 @@ mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cuda, multiple_results=Fals
 
 
 def _evaluated(closed, x, y, compute, dtype, stored=None):
-    """Evaluates a jaxpr that has two inputs and one bilinear operation, which is computed in low precision."""
+    """Evaluates a jaxpr that has two inputs and one bilinear operation, which is computed in low
+    precision."""
 
     def rule(eqn, arrays):
         if eqn.primitive.name not in BILINEAR:
@@ -213,15 +222,16 @@ def _evaluated(closed, x, y, compute, dtype, stored=None):
     return jaxpr.Evaluator(rule)(closed, x, y)[0]
 
 
-# Transposes and batched forms of a product are products with other parameters and moved axes. They are derived from
-# JAX's rules for float32, once for each kind of product. `mesh` is the mesh of the trace, which JAX stores in a jaxpr.
+# Transposes and batched forms of a product are products with other parameters and moved axes. They
+# are derived from JAX's rules for float32, once for each kind of product. `mesh` is the mesh of the
+# trace, which JAX stores in a jaxpr.
 
 
 @functools.lru_cache(4096)
 def _transposed(side, op, params, like, mesh):
-    """Returns the jaxpr that computes the cotangent of one operand of the bilinear primitive `op`. `side` is the index
-    (0 or 1) of the operand whose cotangent is computed. The jaxpr has two inputs: the cotangent of the result of `op`,
-    and the other operand of `op`."""
+    """Returns the jaxpr that computes the cotangent of one operand of the bilinear primitive `op`.
+    `side` is the index (0 or 1) of the operand whose cotangent is computed. The jaxpr has two
+    inputs: the cotangent of the result of `op`, and the other operand of `op`."""
     product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
 
     def transposed(g, other):
@@ -238,9 +248,9 @@ def _batched(op, params, like, axes, mesh):
 
 
 def _like(*avals):
-    """Returns a float32 `jax.ShapeDtypeStruct` for each abstract value, with the same shape. On a mesh with explicit
-    axes, the `jax.ShapeDtypeStruct` of a sharded or replicated array also has the sharding of the array, because the
-    gradient of the array must have the same sharding."""
+    """Returns a float32 `jax.ShapeDtypeStruct` for each abstract value, with the same shape. On a
+    mesh with explicit axes, the `jax.ShapeDtypeStruct` of a sharded or replicated array also has
+    the sharding of the array, because the gradient of the array must have the same sharding."""
     return tuple(
         jax.ShapeDtypeStruct(
             aval.shape, jnp.float32, sharding=aval.sharding if _on_explicit_mesh(aval) else None
@@ -255,7 +265,8 @@ def _on_explicit_mesh(aval) -> bool:
 
 def _transpose_left(g, x, y, *, op, params, compute, out, stored):
     closed = _transposed(0, op, params, _like(x.aval, jax.typeof(y)), get_abstract_mesh())
-    # The cast precedes the reversal of the other operand, by which compilers recognize the gradient of a convolution.
+    # The cast precedes the reversal of the other operand, by which compilers recognize the gradient
+    # of a convolution.
     return _evaluated(closed, g, lax.convert_element_type(y, compute), compute, x.aval.dtype)
 
 

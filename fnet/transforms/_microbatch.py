@@ -24,61 +24,71 @@ def microbatch(
     weight: Callable | None = None,
     carry: int | tuple[int, ...] | None = None,
 ) -> Callable:
-    """Evaluates `f` on n slices of the batch, one after another in a scan, and averages the results.
+    """Evaluates `f` on n slices of the batch, one after another in a scan, and averages the
+    results.
 
         microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
 
-    w_i is the weight of slice i. Only the intermediate values of one slice are in memory at a time. With equal weights
-    (the default), the result equals f(params, batch) if f computes a mean over the rows of the batch, or the gradient
-    of such a mean. The function f must not use statistics across rows, as batch normalization does. If f is a weighted
-    mean, pass a function `weight` that returns the sum of the weights in a slice.
+    w_i is the weight of slice i. Only the intermediate values of one slice are in memory at a time.
+    With equal weights (the default), the result equals f(params, batch) if f computes a mean over
+    the rows of the batch, or the gradient of such a mean. The function f must not use statistics
+    across rows, as batch normalization does. If f is a weighted mean, pass a function `weight` that
+    returns the sum of the weights in a slice.
 
         step = ft.microbatch(ft.value_and_grad(loss), 8)
-        step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch: batch["weight"].sum())
+        step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch:
+        batch["weight"].sum())
 
-    Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has no effect on the
-    results or on their derivatives of any order. If f or a derivative of f is NaN or infinite on a slice with weight 0,
-    this value is ignored. If the positive and negative weights in a slice add up to 0, the slice has no effect, because
-    the weighted mean of its rows does not exist. If the weights of all slices add up to 0, floating-point results are
-    NaN or infinite.
+    Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has
+    no effect on the results or on their derivatives of any order. If f or a derivative of f is NaN
+    or infinite on a slice with weight 0, this value is ignored. If the positive and negative
+    weights in a slice add up to 0, the slice has no effect, because the weighted mean of its rows
+    does not exist. If the weights of all slices add up to 0, floating-point results are NaN or
+    infinite.
 
-    Slice i contains rows i, i + n, i + 2n, ..., so that no row is moved to another device if the batch is sharded. If a
-    batched argument is a scalar `jax.random.key`, the index of the slice is folded into the key, so that slices have
-    different random numbers. Scalars that are not keys, and leaves that are not arrays, are passed to every slice
-    unchanged. With n = 1, f is called once with unchanged arguments, and its outputs are converted to arrays.
+    Slice i contains rows i, i + n, i + 2n, ..., so that no row is moved to another device if the
+    batch is sharded. If a batched argument is a scalar `jax.random.key`, the index of the slice is
+    folded into the key, so that slices have different random numbers. Scalars that are not keys,
+    and leaves that are not arrays, are passed to every slice unchanged. With n = 1, f is called
+    once with unchanged arguments, and its outputs are converted to arrays.
 
-    The state of a model, such as the statistics of a batch normalization, a counter of steps or a random key, is
-    neither averaged nor summed. It goes from slice to slice: the result is the state after n steps on the slices, which
-    is not the state after one step on the full batch.
+    The state of a model, such as the statistics of a batch normalization, a counter of steps or a
+    random key, is neither averaged nor summed. It goes from slice to slice: the result is the state
+    after n steps on the slices, which is not the state after one step on the full batch.
 
         step = ft.microbatch(jax.value_and_grad(loss, has_aux=True), 8, argnums=2, carry=1)
         (value, state), grads = step(params, state, batch)
 
-    State must be an argument of f, not a value in its closure, and f must return the new state with the tree structure,
-    shapes and dtypes of this argument. The state in flax.nnx modules among the arguments is always carried.
+    State must be an argument of f, not a value in its closure, and f must return the new state with
+    the tree structure, shapes and dtypes of this argument. The state in flax.nnx modules among the
+    arguments is always carried.
 
     Args:
-        f: a function of parameters and batched arguments. Floating-point outputs are averaged: they are summed in at
-            least float32 and returned in their own dtype. Integer outputs, such as counts, are summed over the slices.
+        f: a function of parameters and batched arguments. Floating-point outputs are averaged: they
+            are summed in at least float32 and returned in their own dtype. Integer outputs, such as
+            counts, are summed over the slices.
         n: the number of slices, a divisor of the number of rows.
-        argnums: the positions of the arguments that are batched along the first axis of their leaves. Default None:
-            all arguments except the first and those in `carry`.
-        carry: the positions of the arguments that are state. Default None: an argument is state if an output has its
-            tree structure, shapes and dtypes, and its integers and random keys come back with values that are computed
-            from the argument, but not from the batch. If an output may be state, but need not be, for example because
-            it has no integers, an error asks for `carry`. With `carry=()`, nothing is state.
-        weight: a function with the arguments of f, which receives one slice in place of the batch and returns a real
-            scalar, the weight of the slice. If `weight` is None, every weight is 1. Default None.
+        argnums: the positions of the arguments that are batched along the first axis of their
+            leaves. Default None: all arguments except the first and those in `carry`.
+        carry: the positions of the arguments that are state. Default None: an argument is state if
+            an output has its tree structure, shapes and dtypes, and its integers and random keys
+            come back with values that are computed from the argument, but not from the batch. If an
+            output may be state, but need not be, for example because it has no integers, an error
+            asks for `carry`. With `carry=()`, nothing is state.
+        weight: a function with the arguments of f, which receives one slice in place of the batch
+            and returns a real scalar, the weight of the slice. If `weight` is None, every weight is
+            1. Default None.
 
     Returns:
         A function with f's signature and output structure.
 
     Raises:
         TypeError: a batched argument is a `jax.Ref`, or `weight` is not a function.
-        ValueError: the batched arguments contain no arrays or have different numbers of rows, n does not divide the
-            number of rows, or an output is neither floating point nor integer. A ValueError is also raised if an output
-            may be the new value of state that `carry` does not name, or if the function `weight` does not return a real
-            scalar, or has side effects.
+        ValueError: the batched arguments contain no arrays or have different numbers of rows, n
+            does not divide the number of rows, or an output is neither floating point nor integer.
+            A ValueError is also raised if an output may be the new value of state that `carry` does
+            not name, or if the function `weight` does not return a real scalar, or has side
+            effects.
 
     >>> f = lambda w, x: jnp.mean(w * x)
     >>> float(ft.microbatch(f, 2)(2.0, jnp.arange(4.0)))
@@ -88,7 +98,8 @@ def microbatch(
         raise ValueError(f"microbatch: the number of slices must be a positive integer; got {n!r}")
     if weight is not None and not callable(weight):
         raise TypeError(
-            "microbatch: weight= must be a function of f's arguments that returns the weight of a slice; "
+            "microbatch: weight= must be a function of f's arguments that returns the weight of a "
+            "slice; "
             f"got {weight!r}"
         )
     n = int(n)
@@ -102,7 +113,8 @@ def microbatch(
             where = tuple(i for i in where if i not in state)
         elif overlap := set(where) & set(state):
             raise ValueError(
-                f"microbatch: argument {min(overlap)} is both in argnums= and in carry=; state is not "
+                f"microbatch: argument {min(overlap)} is both in argnums= and in carry=; state is "
+                f"not "
                 "split into slices"
             )
         (args, options), modules, found = mutable.extract((args, options))
@@ -134,14 +146,17 @@ def microbatch(
                 *(axes - _jax.varies_over(x) for x in jax.tree.leaves((inputs, more)))
             ):
                 raise ValueError(
-                    f"microbatch: inside shard_map the weights vary over the mesh axes {sorted(missing)} "
+                    f"microbatch: inside shard_map the weights vary over the mesh axes "
+                    f"{sorted(missing)} "
                     "and some arguments do not. Use shard_map(..., check_vma=False), or cast these "
                     f"arguments first: jax.lax.pcast(x, {tuple(sorted(missing))}, to='varying')"
                 )
             if effects := weight_program.effects:
                 raise ValueError(
-                    "microbatch: weight= must not have side effects, since it is evaluated twice for each "
-                    f"slice; got {', '.join(sorted({type(e).__name__ for e in effects}))}. Move callbacks "
+                    "microbatch: weight= must not have side effects, since it is evaluated twice "
+                    "for each "
+                    f"slice; got {', '.join(sorted({type(e).__name__ for e in effects}))}. Move "
+                    f"callbacks "
                     "and uses of a jax.Ref into the function itself"
                 )
         places = call.state_of(program, shapes, state if carry is not None else None)
@@ -200,11 +215,13 @@ def microbatch(
 
 
 class _Call:
-    """One call of the sliced function: its arguments, separated into the batch, the other arrays and flax.nnx modules.
+    """One call of the sliced function: its arguments, separated into the batch, the other arrays
+    and flax.nnx modules.
 
     Attributes:
         batch: the arrays that are split into slices.
-        start: ({position of an argument that is not batched: its arrays}, the arrays of the modules).
+        start: ({position of an argument that is not batched: its arrays}, the arrays of the
+            modules).
         written: the arrays of the modules after the call.
     """
 
@@ -281,7 +298,8 @@ def _state_arrays(position, state):
 
 
 def _as_types(arrays, types) -> list:
-    """Returns the initial state with the types, for example the varying mesh axes, of the state after a slice."""
+    """Returns the initial state with the types, for example the varying mesh axes, of the state
+    after a slice."""
     found = []
     for x, t in zip(arrays, types, strict=True):
         missing = tuple(sorted(_jax.varies_over(t) - _jax.varies_over(x), key=str))
@@ -292,7 +310,8 @@ def _as_types(arrays, types) -> list:
 
 
 def _arrays(result):
-    """Checks that the results of f are arrays, so that their mean can be computed. Returns the results."""
+    """Checks that the results of f are arrays, so that their mean can be computed. Returns the
+    results."""
     for path, leaf in jax.tree.leaves_with_path(result):
         try:
             jax.typeof(leaf)
@@ -308,10 +327,10 @@ def _traced(f, first):
     """Traces `f(i, slice)` once.
 
     Returns:
-        (run, shapes, program, values). `run(i, slice, gate)` evaluates `f(i, slice)`, but first replaces each
-        floating-point array x in `slice` and in the closure of f by `gate(x)`. `shapes` are the shapes of f's outputs.
-        `program` is the closed jaxpr of f. `values` is a list of the floating-point arrays in `slice` and in the
-        closure of f.
+        (run, shapes, program, values). `run(i, slice, gate)` evaluates `f(i, slice)`, but first
+        replaces each floating-point array x in `slice` and in the closure of f by `gate(x)`.
+        `shapes` are the shapes of f's outputs. `program` is the closed jaxpr of f. `values` is a
+        list of the floating-point arrays in `slice` and in the closure of f.
     """
     traced, closed = jax.closure_convert(f, jnp.int32(0), first)
     program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)
@@ -337,15 +356,15 @@ def _differentiable(x) -> bool:
 
 
 def _gate(live, x):
-    """Returns x. If `live` is False, the derivative of the result is 0. `microbatch` applies `_gate` to the inputs of
-    f. It would not be sufficient to set the cotangents of f's outputs to 0: a division by 0 inside f, for example,
-    would turn the cotangent 0 into NaN."""
+    """Returns x. If `live` is False, the derivative of the result is 0. `microbatch` applies
+    `_gate` to the inputs of f. It would not be sufficient to set the cotangents of f's outputs to
+    0: a division by 0 inside f, for example, would turn the cotangent 0 into NaN."""
     return jnp.where(live, x, lax.stop_gradient(x))
 
 
 def _scalar(share):
-    """Returns a slice's weight as an array with a dtype of at least float32. Raises an error if the weight is not a
-    real scalar."""
+    """Returns a slice's weight as an array with a dtype of at least float32. Raises an error if the
+    weight is not a real scalar."""
     share = jnp.asarray(share)
     if (
         share.shape
@@ -360,7 +379,8 @@ def _scalar(share):
 
 
 def batched(who: str, args, argnums, name: str = "argnums") -> tuple[int, ...]:
-    """Returns the positions of the batched arguments as nonnegative integers. `name` is the option `argnums`."""
+    """Returns the positions of the batched arguments as nonnegative integers. `name` is the option
+    `argnums`."""
     if argnums is None:
         return tuple(range(1, len(args)))
     where = (argnums,) if np.ndim(argnums) == 0 else tuple(argnums)
@@ -377,13 +397,15 @@ def batched(who: str, args, argnums, name: str = "argnums") -> tuple[int, ...]:
 
 
 def batch_rows(who: str, args, where) -> int:
-    """Returns the length of the first axis, which must be the same for all leaves of the batched arguments."""
+    """Returns the length of the first axis, which must be the same for all leaves of the batched
+    arguments."""
     rows = {}
     for i in where:
         for path, leaf in jax.tree.leaves_with_path(args[i]):
             if isinstance(leaf, jax.Ref):
                 raise TypeError(
-                    f"{who}: argument {i}{jax.tree_util.keystr(path)} is a jax.Ref, which has no slices; "
+                    f"{who}: argument {i}{jax.tree_util.keystr(path)} is a jax.Ref, which has no "
+                    f"slices; "
                     "expected arrays. Pass ref[...], or exclude this argument from argnums="
                 )
             if np.ndim(leaf):
@@ -394,7 +416,8 @@ def batch_rows(who: str, args, where) -> int:
     if len(rows) != 1:
         what = "; ".join(rows.values()) if rows else "no arrays"
         raise ValueError(
-            f"{who}: the batched arguments must be arrays with the same number of rows (argnums= says "
+            f"{who}: the batched arguments must be arrays with the same number of rows (argnums= "
+            f"says "
             f"which arguments are batched); got {what}"
         )
     return next(iter(rows))
@@ -406,10 +429,12 @@ def _split(a, n):
 
 
 def batch_leaves(args, where):
-    """Returns the batched arrays, and a function `rebuild` that replaces the batched arrays in the arguments.
+    """Returns the batched arrays, and a function `rebuild` that replaces the batched arrays in the
+    arguments.
 
-    The batched arrays are the non-scalar leaves of the batched arguments. `rebuild(i, arrays)` returns all arguments of
-    the call with `arrays` in place of the batched arrays, and with the integer i folded into the scalar random keys.
+    The batched arrays are the non-scalar leaves of the batched arguments. `rebuild(i, arrays)`
+    returns all arguments of the call with `arrays` in place of the batched arrays, and with the
+    integer i folded into the scalar random keys.
     """
     leaves, structure = jax.tree.flatten([args[i] for i in where])
 
@@ -424,8 +449,8 @@ def batch_leaves(args, where):
 
 
 def _fold_key(scalar, i):
-    """Folds the integer i into a random key. Scalars that are not keys, and leaves that are not arrays, are returned
-    unchanged."""
+    """Folds the integer i into a random key. Scalars that are not keys, and leaves that are not
+    arrays, are returned unchanged."""
     key = isinstance(scalar, jax.Array) and jnp.issubdtype(scalar.dtype, jax.dtypes.prng_key)
     return jax.random.fold_in(scalar, i) if key else scalar
 
@@ -437,15 +462,17 @@ def _wide(y):
     if jnp.issubdtype(y.dtype, jnp.integer):
         return y.dtype
     raise ValueError(
-        f"microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype "
-        f"(summed); got {y.dtype}{list(y.shape)}. If it is the new value of an argument, such as a random "
+        f"microbatch: expected outputs with floating-point dtype (averaged over slices) or integer "
+        f"dtype "
+        f"(summed); got {y.dtype}{list(y.shape)}. If it is the new value of an argument, such as a "
+        f"random "
         "key, pass carry= with the position of this argument"
     )
 
 
 def _strong(y):
-    """Returns an output of f as an array without weak type. Raises an error if `microbatch` can neither average nor sum
-    outputs of this dtype."""
+    """Returns an output of f as an array without weak type. Raises an error if `microbatch` can
+    neither average nor sum outputs of this dtype."""
     y = jnp.asarray(y, jnp.result_type(y))
     _wide(y)
     return y

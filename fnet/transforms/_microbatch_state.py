@@ -1,8 +1,8 @@
-"""Finds the results of a function that are the new values of its state, such as the statistics of a batch
-normalization.
+"""Finds the results of a function that are the new values of its state, such as the statistics of a
+batch normalization.
 
-State is recognized by the structure of its tree and by the flow of data, never by shapes alone: a metric may have the
-shape of a counter.
+State is recognized by the structure of its tree and by the flow of data, never by shapes alone: a
+metric may have the shape of a counter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Program(NamedTuple):
 
     Attributes:
         jaxpr: the open jaxpr, with one output for each leaf of the results.
-        inputs: for each input of the jaxpr, the argument to which it belongs: (position of the argument, index of the
-            leaf), "batch" for a slice of the batch, or None.
+        inputs: for each input of the jaxpr, the argument to which it belongs: (position of the
+            argument, index of the leaf), "batch" for a slice of the batch, or None.
         arguments: {position: tree} for the arguments that are not batched.
         results: the tree of the results, with a `jax.ShapeDtypeStruct` for each leaf.
     """
@@ -43,8 +43,9 @@ class Program(NamedTuple):
 
 
 def declared_state(program: Program, positions: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Returns {position of an argument: indices of the results that are its new value} for the arguments in
-    `positions`. Raises a ValueError if no result, or more than one, has the structure of the argument."""
+    """Returns {position of an argument: indices of the results that are its new value} for the
+    arguments in `positions`. Raises a ValueError if no result, or more than one, has the structure
+    of the argument."""
     found, flow = {}, _Flow(program)
     for position in positions:
         argument = program.arguments[position]
@@ -63,7 +64,8 @@ def declared_state(program: Program, positions: Sequence[int]) -> dict[int, tupl
                 else "no result has"
             )
             raise ValueError(
-                f"microbatch: carry= names argument {position}, whose new value the function must return "
+                f"microbatch: carry= names argument {position}, whose new value the function must "
+                f"return "
                 f"with the same tree structure, shapes and dtypes; {what} those of the argument: "
                 f"{_described(argument)}"
             )
@@ -72,8 +74,9 @@ def declared_state(program: Program, positions: Sequence[int]) -> dict[int, tupl
 
 
 def inferred_state(program: Program) -> dict[int, tuple[int, ...]]:
-    """Returns {position of an argument: indices of the results that are its new value} for the arguments that are
-    certainly state: their integers and keys come back with values that depend on the argument and not on the batch.
+    """Returns {position of an argument: indices of the results that are its new value} for the
+    arguments that are certainly state: their integers and keys come back with values that depend on
+    the argument and not on the batch.
 
     Raises:
         ValueError: a result may be new state, or a metric to average.
@@ -109,23 +112,29 @@ def _undeclared(place, position, path) -> ValueError:
         else f"carry={position}"
     )
     return ValueError(
-        f"microbatch: the result{place.path} has the structure of argument {position}{path} and is computed from "
-        f"it. Is it the new value of state, such as statistics of a batch normalization? Then pass {carry}: each slice "
-        "starts with the state of the slice before. If it is a value to average or sum over the slices, pass carry=()"
+        f"microbatch: the result{place.path} has the structure of argument {position}{path} and is "
+        f"computed from "
+        f"it. Is it the new value of state, such as statistics of a batch normalization? Then pass "
+        f"{carry}: each slice "
+        "starts with the state of the slice before. If it is a value to average or sum over the "
+        "slices, pass carry=()"
     )
 
 
 def _check_counts(program, flow, claimed) -> None:
-    """Raises a ValueError if an integer result is computed from other integers, but not from the batch: a counter,
-    whose sum over the slices would be wrong."""
+    """Raises a ValueError if an integer result is computed from other integers, but not from the
+    batch: a counter, whose sum over the slices would be wrong."""
     results = jax.tree.leaves_with_path(program.results)
     for i, (path, x) in enumerate(results):
         counts = i not in claimed and jnp.issubdtype(x.dtype, jnp.integer)
         if counts and flow.of_integers[i] and not flow.of_batch[i]:
             raise ValueError(
-                f"microbatch: the result{jax.tree_util.keystr(path)} is an integer that is computed from another "
-                "integer and not from the batch, such as a counter. Its sum over the slices would be wrong. Pass the "
-                "state as an argument of its own, which is not in argnums=, return its new value with the same "
+                f"microbatch: the result{jax.tree_util.keystr(path)} is an integer that is "
+                f"computed from another "
+                "integer and not from the batch, such as a counter. Its sum over the slices would "
+                "be wrong. Pass the "
+                "state as an argument of its own, which is not in argnums=, return its new value "
+                "with the same "
                 "structure, and name its position in carry=. If the sum is right, pass carry=()"
             )
 
@@ -174,8 +183,8 @@ def reached(
     starts: Callable[[Any], bool],
     constants: Sequence[bool] = (),
 ) -> list[bool]:
-    """Returns for each output of an open jaxpr whether it is computed from an input for which `inputs` is True, or from
-    a result of an equation for which `starts(equation)` is True."""
+    """Returns for each output of an open jaxpr whether it is computed from an input for which
+    `inputs` is True, or from a result of an equation for which `starts(equation)` is True."""
     marked = {**dict(zip(jaxpr.constvars, constants)), **dict(zip(jaxpr.invars, inputs))}
     read = lambda v: not isinstance(v, _jax.Literal) and marked.get(v, False)
     for eqn in jaxpr.eqns:
@@ -232,7 +241,8 @@ def _alike(program, tree) -> Iterator[Place]:
 
 
 def _subtrees(tree, path="", first=0) -> Iterator[tuple[str, Any, int]]:
-    """Yields (path, subtree, index of its first leaf) for each subtree that is no leaf, the outer ones first."""
+    """Yields (path, subtree, index of its first leaf) for each subtree that is no leaf, the outer
+    ones first."""
     if jax.tree_util.treedef_is_leaf(jax.tree.structure(tree)):
         return
     if jax.tree.leaves(tree):

@@ -12,21 +12,24 @@ from fnet.jaxpr import tag
 
 
 def name_scopes(module: Any) -> Any:
-    """Returns a flax.nnx module whose submodules run under named scopes. flax.nnx itself does not name scopes.
+    """Returns a flax.nnx module whose submodules run under named scopes. flax.nnx itself does not
+    name scopes.
 
         named = ft.name_scopes(module)
         print(ft.sites(named)(x))
 
-    The name of a submodule is the path of the attribute that contains it. For example, the path of the submodule
-    `module.blocks[0].attention` is "blocks/0/attention", as in the module's state. If several attributes refer to the
-    same submodule, its name is the path of the first of these attributes. All functions of fnet that use the paths of
-    layers, such as `capture`, `autocast` and `hardware.count`, work with the module that `name_scopes` returns.
+    The name of a submodule is the path of the attribute that contains it. For example, the path of
+    the submodule `module.blocks[0].attention` is "blocks/0/attention", as in the module's state. If
+    several attributes refer to the same submodule, its name is the path of the first of these
+    attributes. All functions of fnet that use the paths of layers, such as `capture`, `autocast`
+    and `hardware.count`, work with the module that `name_scopes` returns.
 
     Args:
         module: a `flax.nnx.Module`. Equinox, Haiku and Flax Linen name their scopes themselves.
 
     Returns:
-        A copy that shares all variables with the original module, so an update of a variable changes both modules.
+        A copy that shares all variables with the original module, so an update of a variable
+        changes both modules.
 
     Raises:
         TypeError: `module` is not a flax.nnx module.
@@ -39,15 +42,16 @@ def name_scopes(module: Any) -> Any:
     nnx = sys.modules.get("flax.nnx")  # no nnx module exists before flax.nnx is imported
     if nnx is None or not isinstance(module, nnx.Module):
         raise TypeError(
-            f"name_scopes: expected a flax.nnx.Module, got a {type(module).__name__}; other libraries name "
+            f"name_scopes: expected a flax.nnx.Module, got a {type(module).__name__}; other "
+            f"libraries name "
             "their scopes themselves"
         )
     return _copied(module, "", nnx.Module, {})
 
 
 def _copied(value, name, kind, copies):
-    """Returns a copy of `value`, in which all modules are copied. `name` is the path of `value`, relative to the
-    innermost callable module that contains `value`."""
+    """Returns a copy of `value`, in which all modules are copied. `name` is the path of `value`,
+    relative to the innermost callable module that contains `value`."""
     if type(value) in (list, tuple):
         return type(value)(
             _copied(item, _below(name, str(i)), kind, copies) for i, item in enumerate(value)

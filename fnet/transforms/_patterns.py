@@ -1,4 +1,5 @@
-"""Patterns that select sites (named values of a function), such as "head", r"block\\d+/conv" or "blocks[3]/mlp"."""
+"""Patterns that select sites (named values of a function), such as "head", r"block\\d+/conv" or
+"blocks[3]/mlp"."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ class Match(NamedTuple):
 
     Attributes:
         site: the named value.
-        name: the name of the value. If the pattern selects iterations of scans, the name of the value contains the
-            indices of these iterations, as in "blocks[3]/mlp".
-        indices: for each scan around the value, the index of the selected iteration, or None for all iterations.
+        name: the name of the value. If the pattern selects iterations of scans, the name of the
+            value contains the indices of these iterations, as in "blocks[3]/mlp".
+        indices: for each scan around the value, the index of the selected iteration, or None for
+            all iterations.
     """
 
     site: Site
@@ -51,9 +53,9 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
 
     Raises:
         TypeError: the pattern is not a string.
-        ValueError: the pattern matches nothing, or matches a named value inside a while loop or a branch of cond. A
-            ValueError is also raised for an ambiguous pattern. For example, "mlp[12]" may mean iteration 12 of "mlp",
-            or a regular expression for "mlp1" and "mlp2".
+        ValueError: the pattern matches nothing, or matches a named value inside a while loop or a
+            branch of cond. A ValueError is also raised for an ambiguous pattern. For example,
+            "mlp[12]" may mean iteration 12 of "mlp", or a regular expression for "mlp1" and "mlp2".
     """
     if not isinstance(pattern, str):
         raise TypeError(
@@ -75,7 +77,8 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
     if whole and indexed and not any(match.site.name == pattern for match in whole):
         raise ValueError(
             f"{who}: the pattern {pattern!r} is ambiguous: as a regular expression it matches "
-            f"{whole[0].name!r}, as an index {indexed[0].name!r}; write \\[ for an index or (1|2) for a "
+            f"{whole[0].name!r}, as an index {indexed[0].name!r}; write \\[ for an index or (1|2) "
+            f"for a "
             "choice"
         )
     found = whole or indexed
@@ -84,13 +87,15 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
         near = difflib.get_close_matches(pattern, names, 4, 0.3) or names[:4]
         raise ValueError(
             f"{who}: the pattern {pattern!r} matches no site; nearest: "
-            f"{', '.join(map(repr, near)) or 'the function has no named scopes'}. ft.sites(f)(*args) "
+            f"{', '.join(map(repr, near)) or 'the function has no named scopes'}. "
+            f"ft.sites(f)(*args) "
             "lists all sites"
         )
     for match in found:
         if match.site.obstacle:
             raise ValueError(
-                f"{who}: the site {match.site.name!r} is inside {match.site.obstacle}, where it has no "
+                f"{who}: the site {match.site.name!r} is inside {match.site.obstacle}, where it "
+                f"has no "
                 f"single value; apply {who} to the function inside, or use another pattern"
             )
     return found
@@ -123,7 +128,8 @@ def _indexed(who, pattern, sites) -> list[Match]:
             for (path, length), index in zip(site.scans, indices):
                 if index is not None and not -length <= index < length:
                     raise ValueError(
-                        f"{who}: the pattern {pattern!r} has the index {index}, and the scan at {path!r} "
+                        f"{who}: the pattern {pattern!r} has the index {index}, and the scan at "
+                        f"{path!r} "
                         f"has {length} iterations"
                     )
             indices = tuple(
@@ -134,10 +140,11 @@ def _indexed(who, pattern, sites) -> list[Match]:
 
 
 def _assigned(given, site) -> tuple | None:
-    """Finds the scan to which each index in a pattern refers. For example, the index 3 in "blocks[3]/mlp" refers to the
-    scan with the path "blocks". Returns a tuple with one element for each scan that contains the named value: the index
-    of the selected iteration, or None for all iterations. Returns None if an index in the pattern corresponds to none
-    of the scans that contain the named value."""
+    """Finds the scan to which each index in a pattern refers. For example, the index 3 in
+    "blocks[3]/mlp" refers to the scan with the path "blocks". Returns a tuple with one element for
+    each scan that contains the named value: the index of the selected iteration, or None for all
+    iterations. Returns None if an index in the pattern corresponds to none of the scans that
+    contain the named value."""
     indices: list[int | None] = [None] * len(site.scans)
     for before, index in given:
         depth = before.count("/") + 1
@@ -154,9 +161,10 @@ def _assigned(given, site) -> tuple | None:
 def _written(name, site, indices) -> str:
     """Returns the name of a site (a named value) with the indices of the selected scan iterations.
 
-    In the name "blocks[3]/mlp", for example, the iteration index 3 is inserted after "blocks", the path of the scan. If
-    the scan is outside of all named scopes, the iteration index is appended to the name of the value. The iteration
-    index is also appended if the path of the scan has more components than the name of the value.
+    In the name "blocks[3]/mlp", for example, the iteration index 3 is inserted after "blocks", the
+    path of the scan. If the scan is outside of all named scopes, the iteration index is appended to
+    the name of the value. The iteration index is also appended if the path of the scan has more
+    components than the name of the value.
     """
     parts, rest = name.split("/"), ""
     behind = [""] * len(parts)

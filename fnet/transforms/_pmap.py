@@ -1,4 +1,5 @@
-"""pmap: runs a program on every device, each with its slice of the arguments. Collectives use an axis name."""
+"""pmap: runs a program on every device, each with its slice of the arguments. Collectives use an
+axis name."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def pmap(
     donate_argnums: int | Sequence[int] = (),
     devices: Sequence[jax.Device] | None = None,
 ) -> Callable:
-    """Runs `f` on every device with the device's slice of the arguments, like `jax.pmap`, but based on `jit` and
-    `shard_map`.
+    """Runs `f` on every device with the device's slice of the arguments, like `jax.pmap`, but based
+    on `jit` and `shard_map`.
 
         @functools.partial(ft.pmap, in_axes=(None, 0), out_axes=None)
         def step(params, batch):
@@ -36,34 +37,38 @@ def pmap(
 
         params = step(params, ft.shard(batch))
 
-    In `f`, each device sees only its own slice of the arguments. To combine values of all devices, call a collective
-    such as `lax.psum` or `lax.all_gather` in `f`, and pass `axis_name` to the collective. For code without collectives,
-    use `jax.jit` with sharded arguments.
+    In `f`, each device sees only its own slice of the arguments. To combine values of all devices,
+    call a collective such as `lax.psum` or `lax.all_gather` in `f`, and pass `axis_name` to the
+    collective. For code without collectives, use `jax.jit` with sharded arguments.
 
     Args:
         f: a function of arrays.
         axis_name: the axis name for collectives. Default "devices".
-        in_axes: the axis of each positional argument along which the argument is split. The length of the split axis
-            must be the number of devices. If `in_axes` is an integer or None, it applies to all arguments; None means
-            that every device gets the whole argument. If `in_axes` is a tuple, it contains one element for each
-            positional argument: an integer, None, or a tree of integers and None. Negative axes count from the end of
-            the shape, as in `jax.vmap`. Keyword arguments are split along axis 0. Default 0.
-        out_axes: the axis along which each result is stacked: an integer, None or a tree of integers and None, as in
-            `in_axes`. Negative axes count from the end of the stacked result. Use None for results that are equal on
-            every device, such as the results of `psum` and `all_gather`; such a result is returned once. Default 0.
-        static_argnums: the positions of arguments that are hashable values instead of arrays. Default ().
-        donate_argnums: the positions of arguments whose memory may be reused for the results. Default ().
+        in_axes: the axis of each positional argument along which the argument is split. The length
+            of the split axis must be the number of devices. If `in_axes` is an integer or None, it
+            applies to all arguments; None means that every device gets the whole argument. If
+            `in_axes` is a tuple, it contains one element for each positional argument: an integer,
+            None, or a tree of integers and None. Negative axes count from the end of the shape, as
+            in `jax.vmap`. Keyword arguments are split along axis 0. Default 0.
+        out_axes: the axis along which each result is stacked: an integer, None or a tree of
+            integers and None, as in `in_axes`. Negative axes count from the end of the stacked
+            result. Use None for results that are equal on every device, such as the results of
+            `psum` and `all_gather`; such a result is returned once. Default 0.
+        static_argnums: the positions of arguments that are hashable values instead of arrays.
+        Default (). donate_argnums: the positions of arguments whose memory may be reused for the
+        results. Default ().
         devices: the devices. Default None: all devices.
 
     Returns:
-        A function with f's signature, and with the methods `lower` and `trace` as in `jax.jit`. Results stay on the
-        devices that computed them.
+        A function with f's signature, and with the methods `lower` and `trace` as in `jax.jit`.
+        Results stay on the devices that computed them.
 
     Raises:
-        TypeError: in_axes or out_axes contain anything but integers and None, or a static argument is not hashable.
-        ValueError: in a call, the length of the split axis of an argument is not the number of devices, or out_axes is
-            out of range. A ValueError is also raised if a result with out_axes=None may differ between devices, or if
-            the call is inside another pmap or shard_map.
+        TypeError: in_axes or out_axes contain anything but integers and None, or a static argument
+        is not hashable. ValueError: in a call, the length of the split axis of an argument is not
+        the number of devices, or out_axes is
+            out of range. A ValueError is also raised if a result with out_axes=None may differ
+            between devices, or if the call is inside another pmap or shard_map.
 
     >>> pmap(lambda x: lax.psum(x, "devices"), out_axes=None, devices=jax.devices()[:1])(jnp.ones((1, 3)))
     Array([1., 1., 1.], dtype=float32)
@@ -82,7 +87,8 @@ def pmap(
         outer = jax.sharding.get_abstract_mesh().manual_axes
         if outer:
             raise ValueError(
-                f"pmap: '{mapped.name}' is called inside another pmap or shard_map, which maps the axis "
+                f"pmap: '{mapped.name}' is called inside another pmap or shard_map, which maps the "
+                f"axis "
                 f"{outer[0]!r}. Use jax.vmap inside."
             )
         for i in donated:
@@ -112,7 +118,8 @@ def pmap(
 
 
 def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Splits the rows of a batch over devices: an array [rows, ...] becomes an array [devices, rows / devices, ...].
+    """Splits the rows of a batch over devices: an array [rows, ...] becomes an array [devices, rows
+    / devices, ...].
 
     Args:
         tree: a tree of arrays.
@@ -138,8 +145,8 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Copies a tree to each device: a leaf [...] becomes an array [devices, ...]. After the copy, the original tree may
-    still be used or donated.
+    """Copies a tree to each device: a leaf [...] becomes an array [devices, ...]. After the copy,
+    the original tree may still be used or donated.
 
     >>> replicate({"w": np.zeros(3)}, jax.devices()[:1])["w"].shape
     (1, 3)
@@ -154,8 +161,8 @@ def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def unreplicate(tree: Any) -> Any:
-    """Returns the first device's slice of a result of `replicate` or `pmap`: an array [devices, ...] becomes an array
-    [...].
+    """Returns the first device's slice of a result of `replicate` or `pmap`: an array [devices,
+    ...] becomes an array [...].
 
     Raises:
         ValueError: a leaf is a scalar, so it has no first axis with one position for each device.
@@ -185,16 +192,16 @@ class _Mapped:
         self.name = getattr(f, "__name__", type(f).__name__)
 
     def boxed(self, args) -> tuple:
-        """Returns the arguments with each static argument in a `Static`: `jax.jit` compares its own static arguments
-        with `==`, for which (1,) and (True,), or 0.0 and -0.0, are one program."""
+        """Returns the arguments with each static argument in a `Static`: `jax.jit` compares its own
+        static arguments with `==`, for which (1,) and (True,), or 0.0 and -0.0, are one program."""
         return tuple(
             static(arg, f"pmap: argument {i}") if i in self.static else arg
             for i, arg in enumerate(args)
         )
 
     def run(self, *args, **kwargs):
-        """Runs f under shard_map. `pmap` jits this method, with `boxed` arguments. Results are stacked along a new
-        first axis, which is then moved to the position in out_axes."""
+        """Runs f under shard_map. `pmap` jits this method, with `boxed` arguments. Results are
+        stacked along a new first axis, which is then moved to the position in out_axes."""
         args = tuple(arg.value if i in self.static else arg for i, arg in enumerate(args))
         axes = [
             axis
@@ -231,7 +238,8 @@ class _Mapped:
             self.out_axes,
             is_leaf=lambda x: x is None,
         )
-        # As in jax.pmap, check_vma is off: otherwise the gradient of a replicated argument would be a sum over devices.
+        # As in jax.pmap, check_vma is off: otherwise the gradient of a replicated argument would be
+        # a sum over devices.
         spread = lambda f, out_specs: jax.shard_map(
             f, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
         )(*leaves)
@@ -248,7 +256,8 @@ class _Mapped:
         if isinstance(axes, (tuple, list)):
             if len(axes) != len(args):
                 raise ValueError(
-                    f"pmap: '{self.name}' has {len(args)} positional arguments, but in_axes={axes!r} "
+                    f"pmap: '{self.name}' has {len(args)} positional arguments, but "
+                    f"in_axes={axes!r} "
                     f"has {len(axes)} entries"
                 )
             axes = axes[i]
@@ -257,8 +266,8 @@ class _Mapped:
         )
 
     def over(self, g, results):
-        """Applies `g(leaf, axis)` to every leaf of the results of `f`. `axis` is the element of `out_axes` for the
-        leaf."""
+        """Applies `g(leaf, axis)` to every leaf of the results of `f`. `axis` is the element of
+        `out_axes` for the leaf."""
         leaves, structure = jax.tree.flatten(results)
         return jax.tree.unflatten(
             structure, [g(y, axis) for y, axis in zip(leaves, self.out_axes_of(results))]
@@ -272,7 +281,8 @@ class _Mapped:
         for (path, y), axis in zip(jax.tree.leaves_with_path(results), self.out_axes_of(results)):
             if axis is not None and not -jnp.ndim(y) <= axis + 1 <= jnp.ndim(y) + 1:
                 raise ValueError(
-                    f"pmap: result {_named(path)}of '{self.name}' has shape {jnp.shape(y)} on each device "
+                    f"pmap: result {_named(path)}of '{self.name}' has shape {jnp.shape(y)} on each "
+                    f"device "
                     f"and {jnp.ndim(y) + 1} axes when stacked; out_axes={axis} is out of range"
                 )
 
@@ -283,15 +293,17 @@ class _Mapped:
         if not 0 <= where < len(shape) or shape[where] != self.mesh.size:
             name = f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
             raise ValueError(
-                f"pmap: {'keyword ' * path[0].idx}argument {name} has shape {tuple(shape)}; its axis "
-                f"{axis} needs one slice for each of {self.mesh.size} devices. ft.shard splits the rows "
+                f"pmap: {'keyword ' * path[0].idx}argument {name} has shape {tuple(shape)}; its "
+                f"axis "
+                f"{axis} needs one slice for each of {self.mesh.size} devices. ft.shard splits the "
+                f"rows "
                 "of a batch in this way; with in_axes=None every device gets the complete argument"
             )
         return where
 
     def check_same(self, body, leaves, axes):
-        """Raises an error if a result with out_axes=None may differ between devices. `check_same` must be called inside
-        shard_map."""
+        """Raises an error if a result with out_axes=None may differ between devices. `check_same`
+        must be called inside shard_map."""
         closed, results = jax.make_jaxpr(body, return_shape=True)(*leaves)
         differ = may_differ(
             closed.jaxpr, [axis is not None for axis in axes], self.axis, self.mesh.size
@@ -300,8 +312,10 @@ class _Mapped:
         for (path, y), axis, differs in zip(jax.tree.leaves_with_path(results), out_axes, differ):
             if axis is None and differs:
                 raise ValueError(
-                    f"pmap: result {_named(path)}of shape {y.shape} has out_axes=None and may differ "
-                    f"between devices: combine it first, e.g. with lax.pmean(..., {self.axis!r}), or use "
+                    f"pmap: result {_named(path)}of shape {y.shape} has out_axes=None and may "
+                    f"differ "
+                    f"between devices: combine it first, e.g. with lax.pmean(..., {self.axis!r}), "
+                    f"or use "
                     "out_axes=0 to stack it"
                 )
         return ()
@@ -314,7 +328,8 @@ def _check_axes(name, axes):
     for axis in jax.tree.leaves(axes):
         if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
             raise TypeError(
-                f"pmap: {name} must be integers, None, or trees of them; got {axis!r} in {name}={axes!r}"
+                f"pmap: {name} must be integers, None, or trees of them; got {axis!r} in "
+                f"{name}={axes!r}"
             )
 
 
@@ -332,8 +347,8 @@ def _positions(name, positions) -> tuple[int, ...]:
 
 
 def _broadcast(prefix, tree, message) -> list:
-    """Returns a list with the mapped axis (or None) of each leaf of `tree`. `prefix` is a tree of axes, whose structure
-    is a prefix of that of `tree`."""
+    """Returns a list with the mapped axis (or None) of each leaf of `tree`. `prefix` is a tree of
+    axes, whose structure is a prefix of that of `tree`."""
     count = len(jax.tree.leaves(tree))
     if prefix is None or isinstance(prefix, int):
         return [prefix] * count
@@ -357,7 +372,8 @@ def _elsewhere(x, mesh) -> bool:
 
 
 def _put(mesh, tree, axes, name):
-    """Copies the leaves of a tree to the mesh's devices. The results are new arrays, so that they can be donated."""
+    """Copies the leaves of a tree to the mesh's devices. The results are new arrays, so that they
+    can be donated."""
     leaves, structure = jax.tree.flatten(tree)
     moved = []
     for x, axis in zip(leaves, axes):

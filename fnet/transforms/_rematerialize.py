@@ -1,8 +1,9 @@
-"""Rematerialization of a complete step: its backward pass recomputes activations instead of reading stored ones.
+"""Rematerialization of a complete step: its backward pass recomputes activations instead of reading
+stored ones.
 
-`jax.checkpoint` must be applied before a function is differentiated. `rematerialize` is applied to a step that is
-already differentiated, whose jaxpr contains the residuals that the forward pass stores for the backward pass.
-`rematerialize` removes some of the residuals.
+`jax.checkpoint` must be applied before a function is differentiated. `rematerialize` is applied to
+a step that is already differentiated, whose jaxpr contains the residuals that the forward pass
+stores for the backward pass. `rematerialize` removes some of the residuals.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ _WORTH = 0.8  # a jaxpr is changed only if its residuals shrink to at most this 
 
 
 def rematerialize(step: Callable) -> Callable:
-    """Reduces the memory of a training step: the step stores fewer activations, and recomputes the others.
+    """Reduces the memory of a training step: the step stores fewer activations, and recomputes the
+    others.
 
         step = ft.rematerialize(step)
 
-    The results do not change; the time of the step grows by up to a third. A scan over layers stores the inputs of each
-    layer, and no values inside the layers. Code without loops, such as a ResNet, is split into segments at points where
-    few activations are live. The step stores only the activations that are live between two segments. The segments are
-    chosen so that the recomputed activations of one segment need about as much memory as all stored activations
-    together. A segment is recomputed when the backward pass reaches the segment. If `rematerialize` would save little
-    memory, it does not change the step.
+    The results do not change; the time of the step grows by up to a third. A scan over layers
+    stores the inputs of each layer, and no values inside the layers. Code without loops, such as a
+    ResNet, is split into segments at points where few activations are live. The step stores only
+    the activations that are live between two segments. The segments are chosen so that the
+    recomputed activations of one segment need about as much memory as all stored activations
+    together. A segment is recomputed when the backward pass reaches the segment. If `rematerialize`
+    would save little memory, it does not change the step.
 
     Args:
-        step: a function that computes derivatives, such as a training step. For a function that is differentiated
-            later, use `jax.checkpoint`.
+        step: a function that computes derivatives, such as a training step. For a function that is
+            differentiated later, use `jax.checkpoint`.
 
     Returns:
         A function with the signature and results of `step`.
@@ -65,8 +68,8 @@ class _Rematerialize(Interpreter):
         return None
 
     def opened(self, closed):
-        """Inlines the calls of jitted functions. `rematerialize` can remove a residual only if the equation that
-        computes it and the equations that read it are in the same jaxpr."""
+        """Inlines the calls of jitted functions. `rematerialize` can remove a residual only if the
+        equation that computes it and the equations that read it are in the same jaxpr."""
         return inlined(closed, unless=has_shardings)
 
     def plan(self, jaxpr, wanted):
@@ -90,7 +93,8 @@ class _Rematerialize(Interpreter):
         return outputs
 
     def again(self, v, value, plan):
-        """Returns the value of the variable `v` for the backward pass, and recomputes it if it is not stored."""
+        """Returns the value of the variable `v` for the backward pass, and recomputes it if it is
+        not stored."""
         piece = None if isinstance(v, _jax.Literal) else plan.cut.get(v)
         if piece is None:
             return value
@@ -98,8 +102,9 @@ class _Rematerialize(Interpreter):
             given = [plan.env[i] for i in piece.invars]
             tied = [i for i, value in enumerate(given) if _plain_array(value.x)]
             tie = [] if plan.latest is None else [plan.latest]
-            # The barrier delays recomputation until the backward pass, and prevents the compiler from replacing it by
-            # the values of the forward pass (common-subexpression elimination).
+            # The barrier delays recomputation until the backward pass, and prevents the compiler
+            # from replacing it by the values of the forward pass (common-subexpression
+            # elimination).
             # A barrier makes all its operands vary over the same mesh axes of a shard_map.
             for axes in dict.fromkeys(_jax.varies_over(given[i].x) for i in tied):
                 same = [i for i in tied if _jax.varies_over(given[i].x) == axes]
@@ -116,8 +121,8 @@ class _Rematerialize(Interpreter):
         return piece.made[v]
 
     def source(self, eqn, at, inputs, plan):
-        """Evaluates the scan of a forward pass. The forward loop is changed to store the inputs of its iterations
-        instead of the intermediate values."""
+        """Evaluates the scan of a forward pass. The forward loop is changed to store the inputs of
+        its iterations instead of the intermediate values."""
         pair, parts = plan.sources[eqn], scan(eqn)
         carry = parts.carry
         plan.seen(eqn, inputs)
@@ -141,8 +146,8 @@ class _Rematerialize(Interpreter):
         ]
 
     def sink(self, eqn, at, inputs, plan):
-        """Evaluates a scan equation that belongs to a backward pass. The backward loop is changed to recompute the
-        values that the forward pass did not store."""
+        """Evaluates a scan equation that belongs to a backward pass. The backward loop is changed
+        to recompute the values that the forward pass did not store."""
         pair, parts = plan.pairs[eqn], scan(eqn)
         piece, source = pair.piece, scan(pair.source)
         fixed, saved, sliced = source.split(source.jaxpr.invars)
@@ -183,10 +188,11 @@ class _Piece:
 class _Pair:
     """A scan of the forward pass, and the scan of the backward pass that reads its stacked outputs.
 
-    `dropped` contains the indices of the stacked outputs that the forward scan does not store, because the backward
-    scan recomputes them with the equations in `piece`. The backward scan reads the recomputed values as scanned inputs,
-    and `places` contains the indices of these scanned inputs. `saved` contains the indices of the carries that the
-    forward scan stores for every iteration, because the equations in `piece` read them.
+    `dropped` contains the indices of the stacked outputs that the forward scan does not store,
+    because the backward scan recomputes them with the equations in `piece`. The backward scan reads
+    the recomputed values as scanned inputs, and `places` contains the indices of these scanned
+    inputs. `saved` contains the indices of the carries that the forward scan stores for every
+    iteration, because the equations in `piece` read them.
     """
 
     def __init__(self, source, piece, dropped, places, saved):
@@ -204,14 +210,17 @@ class _Plan:
     """The values of a jaxpr that are recomputed instead of stored.
 
     Attributes:
-        backward: the equations of the backward pass in their order, as the keys of a dict whose values are None.
-        pairs: a dict {equation of a backward scan: the `_Pair` of this scan and its forward scan}.
-        sources: a dict {equation of a forward scan: the `_Pair` of this scan and its backward scan}.
+        backward: the equations of the backward pass in their order, as the keys of a dict whose
+        values are None. pairs: a dict {equation of a backward scan: the `_Pair` of this scan and
+        its forward scan}.
+        sources: a dict {equation of a forward scan: the `_Pair` of this scan and its backward
+            scan}.
         cut: a dict {variable: the `_Piece` (a list of equations) that recomputes the variable}.
-        env: a dict {variable: its value} for the variables from which other variables are recomputed. A value is None
-            until it is computed.
-        latest: the last array that the backward pass computed. An optimization barrier makes each recomputation of
-            activations depend on the array `latest`, so that XLA does not recompute the activations too early.
+        env: a dict {variable: its value} for the variables from which other variables are
+            recomputed. A value is None until it is computed.
+        latest: the last array that the backward pass computed. An optimization barrier makes each
+            recomputation of activations depend on the array `latest`, so that XLA does not
+            recompute the activations too early.
     """
 
     def __init__(self, jaxpr, names):
@@ -248,7 +257,8 @@ def _forward(eqn) -> bool:
 def _uses(jaxpr) -> dict:
     """Returns a dict {variable: the list of equations in the jaxpr that read the variable}.
 
-    If a variable is an output of the jaxpr, None is appended to the list of the equations that read the variable.
+    If a variable is an output of the jaxpr, None is appended to the list of the equations that read
+    the variable.
     """
     found = collections.defaultdict(list)
     for eqn, read in (*((eqn, eqn.invars) for eqn in jaxpr.eqns), (None, jaxpr.outvars)):
@@ -259,8 +269,9 @@ def _uses(jaxpr) -> dict:
 
 
 def _pair(jaxpr, sink, uses):
-    """Finds the forward scan that computes scanned inputs of the backward scan `sink`. Returns a `_Pair` of the forward
-    scan and the backward scan, or None if recomputation would not reduce the stored activations by more than 20 %."""
+    """Finds the forward scan that computes scanned inputs of the backward scan `sink`. Returns a
+    `_Pair` of the forward scan and the backward scan, or None if recomputation would not reduce the
+    stored activations by more than 20 %."""
     makers = {
         v: eqn
         for eqn in jaxpr.eqns
@@ -293,7 +304,8 @@ def _pair(jaxpr, sink, uses):
 
 
 def _piece(eqns, outvars) -> _Piece:
-    """Returns the equations among `eqns` on which the variables `outvars` depend, and the inputs of these equations."""
+    """Returns the equations among `eqns` on which the variables `outvars` depend, and the inputs of
+    these equations."""
     wanted = dict.fromkeys(v for v in outvars if not isinstance(v, _jax.Literal))
     found, made = [], set()
     for eqn in reversed(eqns):
@@ -320,13 +332,14 @@ class _Cut(NamedTuple):
 
 
 def _cuts(jaxpr, plan, uses) -> dict:
-    """Splits the equations of the forward pass that are outside of scans into pieces (lists of equations).
+    """Splits the equations of the forward pass that are outside of scans into pieces (lists of
+    equations).
 
-    Returns a dict {variable: the `_Piece` (a list of equations) that recomputes the variable}. The keys are the
-    variables that are not stored.
+    Returns a dict {variable: the `_Piece` (a list of equations) that recomputes the variable}. The
+    keys are the variables that are not stored.
     """
-    # The forward equations between the scans above, of one forward pass. If a step has several forward passes, the next
-    # one uses results of the previous backward pass.
+    # The forward equations between the scans above, of one forward pass. If a step has several
+    # forward passes, the next one uses results of the previous backward pass.
     runs, run = [], []
     for eqn in jaxpr.eqns:
         if eqn in plan.sources or eqn in plan.backward:
@@ -388,9 +401,9 @@ def _cut_run(eqns, uses, backward) -> dict:
 
 
 def _spread(weight, crossing, size) -> _Cut:
-    """Splits equations into segments, each with about `size` bytes of activations. The equations are split at positions
-    where few bytes of activations are live. Returns the positions of the splits, and an upper bound of the memory that
-    the stored and recomputed activations need."""
+    """Splits equations into segments, each with about `size` bytes of activations. The equations
+    are split at positions where few bytes of activations are live. Returns the positions of the
+    splits, and an upper bound of the memory that the stored and recomputed activations need."""
     ends, inside, cheapest, largest, kept = [], 0, None, 0, 0
     total = 0
     for i, bytes_ in enumerate(weight[:-1]):

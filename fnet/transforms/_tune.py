@@ -1,5 +1,5 @@
-"""tune: rewrites a complete step into forms for which the chip's compiler generates fast code, with equal results up to
-rounding."""
+"""tune: rewrites a complete step into forms for which the chip's compiler generates fast code, with
+equal results up to rounding."""
 
 from __future__ import annotations
 
@@ -46,88 +46,100 @@ def tune(
     rules: Mapping[str, bool] | None = None,
     measure: bool = False,
 ) -> Callable:
-    """Rewrites a step into forms for which the chip's compiler generates fast code. The results of the step stay equal
-    up to rounding.
+    """Rewrites a step into forms for which the chip's compiler generates fast code. The results of
+    the step stay equal up to rounding.
 
         step = ft.tune(jax.jit(step, donate_argnums=0))
 
     On a CPU, `tune` makes these changes:
 
-    - Optimization barriers before large matrix products prevent XLA from fusing a strided copy of an operand with the
-      elementwise operations that compute the operand.
+    - Optimization barriers before large matrix products prevent XLA from fusing a strided copy of
+      an operand with the elementwise operations that compute the operand.
 
     - Transposes introduced by vmap are undone.
 
-    - For a weight gradient, both operands of the matrix product are reshaped to matrices, and the smaller operand
-      becomes the first one.
+    - For a weight gradient, both operands of the matrix product are reshaped to matrices, and the
+      smaller operand becomes the first one.
 
-    - Matrix products of bfloat16 arrays (including arrays that the user cast to bfloat16) are rewritten so that XLA
-      computes them fast and accumulates in float32.
+    - Matrix products of bfloat16 arrays (including arrays that the user cast to bfloat16) are
+      rewritten so that XLA computes them fast and accumulates in float32.
 
-    - Poolings whose windows do not overlap, and their gradients, become elementwise operations. The gradient of a max
-      pooling goes to the same element of the window as in XLA, even if several elements are equal to the maximum.
+    - Poolings whose windows do not overlap, and their gradients, become elementwise operations. The
+      gradient of a max pooling goes to the same element of the window as in XLA, even if several
+      elements are equal to the maximum.
 
-    - For the weight gradient of a convolution, which is also a convolution, the operands are transposed to the layouts
-      of a forward convolution (NHWC and HWIO).
+    - For the weight gradient of a convolution, which is also a convolution, the operands are
+      transposed to the layouts of a forward convolution (NHWC and HWIO).
 
-    - Depthwise convolutions and their gradients become elementwise products and sums of shifted arrays.
+    - Depthwise convolutions and their gradients become elementwise products and sums of shifted
+      arrays.
 
     - Convolutions with up to 32 groups become one convolution for each group.
 
     - Gradients of transposed convolutions get the form of gradients of strided convolutions.
 
-    - If most of the FLOPs are in convolutions, compiler options select the library that computes the convolutions. The
-      library for bfloat16 convolutions is oneDNN, if jaxlib is 0.12 or later and the CPU has bfloat16 instructions (AMX
-      or AVX-512).
+    - If most of the FLOPs are in convolutions, compiler options select the library that computes
+      the convolutions. The library for bfloat16 convolutions is oneDNN, if jaxlib is 0.12 or later
+      and the CPU has bfloat16 instructions (AMX or AVX-512).
 
     On a GPU or TPU, `tune` makes these changes:
 
-    - Loops over layers are unrolled if the program stays small, because XLA then recomputes elementwise operations in
-      the backward pass instead of storing their results.
+    - Loops over layers are unrolled if the program stays small, because XLA then recomputes
+      elementwise operations in the backward pass instead of storing their results.
 
-    - If each iteration of a loop casts the same array to 16 bits, the array is cast once, before the loop.
+    - If each iteration of a loop casts the same array to 16 bits, the array is cast once, before
+      the loop.
 
     - Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
 
-    - On TPUs, the weights of the unrolled layers, and their gradients, are separate arrays within the step, because the
-      compiler prefetches whole arrays, but not slices, into on-chip memory.
+    - On TPUs, the weights of the unrolled layers, and their gradients, are separate arrays within
+      the step, because the compiler prefetches whole arrays, but not slices, into on-chip memory.
 
-    - On TPUs, the mean and variance of BatchNorm for a bfloat16 array x are computed from the sums of x and x², so that
-      XLA can compute the sums in the same compiled kernel as the convolution whose result is x.
+    - On TPUs, the mean and variance of BatchNorm for a bfloat16 array x are computed from the sums
+      of x and x², so that XLA can compute the sums in the same compiled kernel as the convolution
+      whose result is x.
 
-    - On TPUs, a scatter that overwrites up to 16 slices, as in text generation, becomes an elementwise selection.
+    - On TPUs, a scatter that overwrites up to 16 slices, as in text generation, becomes an
+      elementwise selection.
 
-    - On GPUs, a one-row operand of a 16-bit matrix product, as in text generation, gets a second, equal row. For a
-      matrix product with a two-row operand, XLA stores no intermediate results in GPU memory.
+    - On GPUs, a one-row operand of a 16-bit matrix product, as in text generation, gets a second,
+      equal row. For a matrix product with a two-row operand, XLA stores no intermediate results in
+      GPU memory.
 
-    On every chip, the results of a tuned step contain NaN and Inf at the same positions as the results of the original
-    step. Dtypes and named scopes do not change.
+    On every chip, the results of a tuned step contain NaN and Inf at the same positions as the
+    results of the original step. Dtypes and named scopes do not change.
 
-    `tune` rewrites the whole program, after differentiation, so pass the complete step, not the model. Apply `tune`
-    after all other transforms. If a tuned step is called with arrays, it is compiled with the compiler options that the
-    rewrite rules of `tune` select. If the original step is jitted and donates arguments, the tuned step donates the
-    same arguments. A tuned step that is called inside another transformation (jit, vmap, grad) becomes a part of the
-    outer program. Inside another transformation, the compiler options that `tune` selects have no effect, and a warning
-    lists these options.
+    `tune` rewrites the whole program, after differentiation, so pass the complete step, not the
+    model. Apply `tune` after all other transforms. If a tuned step is called with arrays, it is
+    compiled with the compiler options that the rewrite rules of `tune` select. If the original step
+    is jitted and donates arguments, the tuned step donates the same arguments. A tuned step that is
+    called inside another transformation (jit, vmap, grad) becomes a part of the outer program.
+    Inside another transformation, the compiler options that `tune` selects have no effect, and a
+    warning lists these options.
 
     Args:
-        step: a function of arrays, jitted or not, written with any library. The rewrite rules also apply inside loops,
-            branches, jit, remat, shard_map and custom derivatives. A step that is not jitted may also have arguments
-            and results that are not arrays, such as a whole Equinox model. The step is traced again for each new value
-            of an argument that is not an array.
-        chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a `hardware.Chip`. Default
-            "auto".
-        rules: a dict {name of a rewrite rule: False} of the rules to disable. The rules that change a step are
+        step: a function of arrays, jitted or not, written with any library. The rewrite rules also
+            apply inside loops, branches, jit, remat, shard_map and custom derivatives. A step that
+            is not jitted may also have arguments and results that are not arrays, such as a whole
+            Equinox model. The step is traced again for each new value of an argument that is not an
+            array.
+        chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a
+            `hardware.Chip`. Default "auto".
+        rules: a dict {name of a rewrite rule: False} of the rules to disable. The rules that change
+            a step are
             listed by `ft.explain(ft.tune(step), *args)`. Default None: no rule is disabled.
-        measure: whether to select the rewrite rules by timing. With `measure=True`, the first call with arrays compiles
-            and times the program on copies of the arguments: with all rules, with no rule, and with each rule disabled
-            in turn. The fastest selection of rules is used, and stored in FNET_CACHE or ~/.cache/fnet for later
-            processes. `ft.explain` reports the times. All rules are used without timing in four cases: the program has
-            callbacks, an argument is neither an array nor a number, copies of the arguments would need more than 10 %
-            of this machine's memory, or there are several processes. Default False.
+        measure: whether to select the rewrite rules by timing. With `measure=True`, the first call
+            with arrays compiles and times the program on copies of the arguments: with all rules,
+            with no rule, and with each rule disabled in turn. The fastest selection of rules is
+            used, and stored in FNET_CACHE or ~/.cache/fnet for later processes. `ft.explain`
+            reports the times. All rules are used without timing in four cases: the program has
+            callbacks, an argument is neither an array nor a number, copies of the arguments would
+            need more than 10 % of this machine's memory, or there are several processes. Default
+            False.
 
     Returns:
-        A function with step's signature and results, and with the methods `trace` and `lower` as in `jax.jit`.
+        A function with step's signature and results, and with the methods `trace` and `lower` as in
+        `jax.jit`.
 
     Raises:
         ValueError: the chip or a rule is unknown.
@@ -146,9 +158,9 @@ def tune(
 class _Tuned:
     """A tuned step, a callable object with the methods `trace` and `lower`.
 
-    A tuned step is not a function with the attributes `trace` and `lower`, because `jax.jit` copies the attributes of a
-    function to the jitted function. The copied attributes would replace the methods `trace` and `lower` of the jitted
-    function.
+    A tuned step is not a function with the attributes `trace` and `lower`, because `jax.jit` copies
+    the attributes of a function to the jitted function. The copied attributes would replace the
+    methods `trace` and `lower` of the jitted function.
     """
 
     def __init__(self, step, chip, rules, measure):
@@ -180,7 +192,8 @@ class _Tuned:
         if self._tuner.lost and not self._tuner.warned:
             self._tuner.warned = True
             warnings.warn(
-                f"tune: the compiler options {self._tuner.lost} suit this program, but options belong "
+                f"tune: the compiler options {self._tuner.lost} suit this program, but options "
+                f"belong "
                 "to the outermost jit: call ft.tune(step) itself instead of jitting it, or pass "
                 "compiler_options= to your jit",
                 stacklevel=3,
@@ -207,8 +220,8 @@ class _Tuned:
     def measured(self, *args, **kwargs) -> Measured | None:
         """Returns the rewrite rules that were selected by timing for the given arguments.
 
-        If no rules have been selected yet for these arguments, the method first selects the rules (see the argument
-        `measure` of `tune`). Returns None if `measure` is False.
+        If no rules have been selected yet for these arguments, the method first selects the rules
+        (see the argument `measure` of `tune`). Returns None if `measure` is False.
         """
         return self._program(args, kwargs).measured if self._measure else None
 
@@ -274,7 +287,8 @@ class _Program:
         return traced if self._direct and not self._statics else _Stage(self, traced)
 
     def _arguments(self, args, kwargs):
-        """Returns (args, kwargs) of the compiled function, and the flax.nnx modules in the step's arguments."""
+        """Returns (args, kwargs) of the compiled function, and the flax.nnx modules in the step's
+        arguments."""
         if self._direct:
             return args, kwargs, ()
         tree, modules, found = mutable.extract((args, kwargs))
@@ -289,8 +303,9 @@ class _Program:
 
 
 class _Stage:
-    """A stage of ahead-of-time compilation (traced, lowered or compiled). `_Stage` is used for a program that has
-    arguments or results that are not arrays. A compiled `_Stage` is called with the same arguments as the step
+    """A stage of ahead-of-time compilation (traced, lowered or compiled). `_Stage` is used for a
+    program that has arguments or results that are not arrays. A compiled `_Stage` is called with
+    the same arguments as the step
     itself."""
 
     def __init__(self, program, stage):
@@ -314,7 +329,8 @@ def _chip(chip) -> hardware.Chip:
         return chip
     if not isinstance(chip, str):
         raise TypeError(
-            f"tune: expected a chip that is 'auto', a name or a hardware.Chip; got a {type(chip).__name__}"
+            f"tune: expected a chip that is 'auto', a name or a hardware.Chip; got a "
+            f"{type(chip).__name__}"
         )
     if chip == "cpu":
         return hardware.detect(jax.local_devices(backend="cpu")[0])
@@ -351,8 +367,8 @@ def _version(text) -> tuple[int, ...]:
 
 
 def _compiled(inner, tuner, args, kwargs, *, plain, name):
-    """Returns a jitted function that runs the tuned program. The compiled function donates the arguments that the step
-    donates. `plain` states whether the step is not jitted itself."""
+    """Returns a jitted function that runs the tuned program. The compiled function donates the
+    arguments that the step donates. `plain` states whether the step is not jitted itself."""
     try:
         traced = inner.trace(*args, **kwargs)
     except _NOT_TRACED as error:
@@ -368,7 +384,8 @@ def _compiled(inner, tuner, args, kwargs, *, plain, name):
     where, named = traced.args_info
     if len(where) != len(args) or len(named) != len(kwargs):
         raise TypeError(
-            "tune: a jitted step with static arguments is not supported; bind them with functools.partial"
+            "tune: a jitted step with static arguments is not supported; bind them with "
+            "functools.partial"
         )
     given = _donated(traced) if plain else jax.tree.map(lambda info: info.donated, traced.args_info)
     return jax.jit(
@@ -380,10 +397,12 @@ def _compiled(inner, tuner, args, kwargs, *, plain, name):
 
 
 def _donated(traced) -> tuple:
-    """Returns a tree of bools: whether a step that is not jitted donates each leaf of its arguments.
+    """Returns a tree of bools: whether a step that is not jitted donates each leaf of its
+    arguments.
 
-    If the step consists of one call of a jitted function (for example, a `functools.partial` of a jitted function), it
-    donates the arguments that the jitted function donates. Within another jit, JAX ignores this.
+    If the step consists of one call of a jitted function (for example, a `functools.partial` of a
+    jitted function), it donates the arguments that the jitted function donates. Within another jit,
+    JAX ignores this.
     """
     leaves, structure = jax.tree.flatten(traced.args_info)
     program, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]

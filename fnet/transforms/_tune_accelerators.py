@@ -1,10 +1,11 @@
-"""Rewrite rules of tune for GPUs and TPUs, which reduce memory traffic. The results stay equal up to rounding.
+"""Rewrite rules of tune for GPUs and TPUs, which reduce memory traffic. The results stay equal up
+to rounding.
 
-The rewrite rules were evaluated with roofline estimates of compiled programs (`python -m benchmarks.accelerators`). If
-a rule has a function `apply`, this function returns the outputs of an equation. If a rule has a function `prepare`,
-this function returns a new equation and its inputs. The new equation is evaluated instead of the original equation. If
-a rule also has a function `finish`, this function receives the outputs of the new equation and returns the final
-outputs.
+The rewrite rules were evaluated with roofline estimates of compiled programs (`python -m
+benchmarks.accelerators`). If a rule has a function `apply`, this function returns the outputs of an
+equation. If a rule has a function `prepare`, this function returns a new equation and its inputs.
+The new equation is evaluated instead of the original equation. If a rule also has a function
+`finish`, this function receives the outputs of the new equation and returns the final outputs.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ _ALIKE = (
 
 
 def unrolled_layers(eqn, inputs):
-    """Unrolls a scan over layers: each iteration uses one slice of the scanned weights in its matrix products.
+    """Unrolls a scan over layers: each iteration uses one slice of the scanned weights in its
+    matrix products.
 
-    A scan is not unrolled if a matrix product or convolution in its body has an operand that is the same in each
-    iteration, such as the weights of a recurrent network.
+    A scan is not unrolled if a matrix product or convolution in its body has an operand that is the
+    same in each iteration, such as the weights of a recurrent network.
 
-    If the backward loop reads the result of an elementwise operation, the forward loop stores this result. In code
-    without loops, XLA recomputes the results of elementwise operations from the results of matrix products. A loop that
-    recomputes activations (`jax.checkpoint`, `rematerialize`) is not unrolled, because XLA would then store the
-    activations.
+    If the backward loop reads the result of an elementwise operation, the forward loop stores this
+    result. In code without loops, XLA recomputes the results of elementwise operations from the
+    results of matrix products. A loop that recomputes activations (`jax.checkpoint`,
+    `rematerialize`) is not unrolled, because XLA would then store the activations.
     """
     parts = jaxpr.scan(eqn)
     every = list(jaxpr.equations(parts.jaxpr))
@@ -61,9 +63,11 @@ def unrolled_layers(eqn, inputs):
 
 
 def separate_layers(eqn, inputs):
-    """Copies the weights of each layer out of the stacked arrays before an unrolled loop over layers.
+    """Copies the weights of each layer out of the stacked arrays before an unrolled loop over
+    layers.
 
-    The compiler of a TPU prefetches whole arrays into on-chip memory, but not slices of larger arrays.
+    The compiler of a TPU prefetches whole arrays into on-chip memory, but not slices of larger
+    arrays.
     """
     parts = jaxpr.scan(eqn)
     if parts.options.get("unroll") != parts.length:
@@ -74,8 +78,9 @@ def separate_layers(eqn, inputs):
 
 
 def separate_gradients(eqn, outputs):
-    """Computes the gradient of each layer's weights in an array of its own before the gradients are stacked. A stacked
-    output of the scan is treated as a weight gradient if it has the shape of a stack of weights."""
+    """Computes the gradient of each layer's weights in an array of its own before the gradients are
+    stacked. A stacked output of the scan is treated as a weight gradient if it has the shape of a
+    stack of weights."""
     parts = jaxpr.scan(eqn)
     shapes = {eqn.invars[i].aval.shape for i in _weights(parts)}
     return [
@@ -91,15 +96,16 @@ def _separable(x) -> bool:
 
 
 def _separated(x):
-    """Returns an array equal to x. Optimization barriers make XLA compute x[0], x[1], ... as separate arrays."""
+    """Returns an array equal to x. Optimization barriers make XLA compute x[0], x[1], ... as
+    separate arrays."""
     return jnp.stack([lax.optimization_barrier(x[i]) for i in range(x.shape[0])])
 
 
 def _weights(parts) -> list[int]:
-    """Returns the indices of the scanned inputs that matrix products or convolutions use, such as the stacked weights
-    of layers. Returns an empty list if a matrix product or convolution in the body of the scan uses the same array in
-    each iteration, such as the weights of a recurrent network. A scan over layers uses different weights in each
-    iteration."""
+    """Returns the indices of the scanned inputs that matrix products or convolutions use, such as
+    the stacked weights of layers. Returns an empty list if a matrix product or convolution in the
+    body of the scan uses the same array in each iteration, such as the weights of a recurrent
+    network. A scan over layers uses different weights in each iteration."""
     consts, _, slices = parts.split(parts.jaxpr.invars)
     first = parts.consts + parts.carry
     origins = {**dict.fromkeys(consts, CONSTANT), **{v: i for i, v in enumerate(slices, first)}}
@@ -108,12 +114,14 @@ def _weights(parts) -> list[int]:
 
 
 def _operands(program, origins):
-    """Yields a list of the operands' origins for each matrix product or convolution in the body of a scan.
+    """Yields a list of the operands' origins for each matrix product or convolution in the body of
+    a scan.
 
-    The origin of an operand is the index of a scanned input, `CONSTANT` for an array that is the same in each
-    iteration, or None for any other value. If a scanned input is cast, transposed or reshaped before a matrix product,
-    the origin of the operand is still the index of the scanned input. The argument `origins` maps each input variable
-    of the jaxpr to its origin (an index, `CONSTANT` or None).
+    The origin of an operand is the index of a scanned input, `CONSTANT` for an array that is the
+    same in each iteration, or None for any other value. If a scanned input is cast, transposed or
+    reshaped before a matrix product, the origin of the operand is still the index of the scanned
+    input. The argument `origins` maps each input variable of the jaxpr to its origin (an index,
+    `CONSTANT` or None).
     """
     origins = dict(origins)
     for eqn in program.eqns:
@@ -130,8 +138,8 @@ def _operands(program, origins):
 
 
 def hoisted_casts(eqn, inputs):
-    """Moves casts out of a loop. If a loop uses a large float32 constant only in one 16-bit dtype, the constant is cast
-    once, before the loop."""
+    """Moves casts out of a loop. If a loop uses a large float32 constant only in one 16-bit dtype,
+    the constant is cast once, before the loop."""
     parts, changed = jaxpr.scan(eqn), {}
     for i, v in enumerate(parts.jaxpr.invars[: parts.consts]):
         x = inputs[i].x
@@ -143,8 +151,8 @@ def hoisted_casts(eqn, inputs):
 
 
 def _read_as(program, v) -> set:
-    """Returns the dtypes to which the equations of a jaxpr cast a float32 variable. The returned set also contains
-    float32 if an equation reads the variable without a cast."""
+    """Returns the dtypes to which the equations of a jaxpr cast a float32 variable. The returned
+    set also contains float32 if an equation reads the variable without a cast."""
     found = {jnp.dtype("float32")} if any(each is v for each in program.outvars) else set()
     for eqn in program.eqns:
         places = [i for i, each in enumerate(eqn.invars) if each is v]
@@ -174,8 +182,9 @@ def _read_as(program, v) -> set:
 
 
 def _hits(x, indices):
-    """Returns the one-hot encoding of `indices` along the last axis of x, a bool array with the shape of x. If x has
-    the shape [..., n], `indices` has the shape [..., 1, 1], with one index for each row of x."""
+    """Returns the one-hot encoding of `indices` along the last axis of x, a bool array with the
+    shape of x. If x has the shape [..., n], `indices` has the shape [..., 1, 1], with one index for
+    each row of x."""
     return lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
 
 
@@ -184,12 +193,13 @@ def _holds(indices, count) -> bool:
 
 
 def comparison(eqn, inputs):
-    """Selects one element of each row, such as a label's logit, by a comparison instead of a lookup.
+    """Selects one element of each row, such as a label's logit, by a comparison instead of a
+    lookup.
 
-    XLA fuses a comparison with other operations that read the same row of the array, for example with the sum in a
-    softmax. The gradient of a lookup is 0 except at the selected element of each row. The rule `comparison` also
-    computes this gradient by a comparison. Without the rule, this gradient is computed by a scatter-add into an
-    additional array of zeros.
+    XLA fuses a comparison with other operations that read the same row of the array, for example
+    with the sum in a softmax. The gradient of a lookup is 0 except at the selected element of each
+    row. The rule `comparison` also computes this gradient by a comparison. Without the rule, this
+    gradient is computed by a scatter-add into an additional array of zeros.
     """
     mode = jaxpr.lookup_mode(eqn)
     x, indices = inputs[0].x, inputs[1].x
@@ -211,10 +221,11 @@ def comparison(eqn, inputs):
 def two_rows(eqn, inputs):
     """Replaces the one-row operand of a 16-bit matrix product by two copies of the row.
 
-    For the product of a one-row operand and a matrix, XLA multiplies the elements, rounds the results to 16 bits,
-    writes them to memory, and reads them again to sum them. For the product of a two-row operand and a matrix, XLA
-    reads the matrix once and accumulates in float32. Because the operand has two equal rows, the result also has two
-    equal rows, and `two_rows` returns only the first row of the result.
+    For the product of a one-row operand and a matrix, XLA multiplies the elements, rounds the
+    results to 16 bits, writes them to memory, and reads them again to sum them. For the product of
+    a two-row operand and a matrix, XLA reads the matrix once and accumulates in float32. Because
+    the operand has two equal rows, the result also has two equal rows, and `two_rows` returns only
+    the first row of the result.
     """
     product = jaxpr.product(eqn)
     contract, batch = product.dimensions
@@ -244,11 +255,12 @@ def two_rows(eqn, inputs):
 def unshifted(eqn, inputs):
     """Disables the subtraction of constants from a bfloat16 array in `nn.BatchNorm`.
 
-    Without the rule `unshifted`, `nn.BatchNorm` subtracts the first value of each channel from the channel, and then
-    sums the array. `unshifted` replaces the subtracted values by 0. If BatchNorm subtracts constants from the result of
-    a convolution, XLA cannot compute the sums in the same compiled kernel as the convolution. If BatchNorm sums the
-    array in float32 without subtracting constants, the relative error of the variance is about 2^-24 (mean / standard
-    deviation)^2. Rounding the array to bfloat16 already causes a relative error of about 2^-20 (mean / standard
+    Without the rule `unshifted`, `nn.BatchNorm` subtracts the first value of each channel from the
+    channel, and then sums the array. `unshifted` replaces the subtracted values by 0. If BatchNorm
+    subtracts constants from the result of a convolution, XLA cannot compute the sums in the same
+    compiled kernel as the convolution. If BatchNorm sums the array in float32 without subtracting
+    constants, the relative error of the variance is about 2^-24 (mean / standard deviation)^2.
+    Rounding the array to bfloat16 already causes a relative error of about 2^-20 (mean / standard
     deviation)^2 in the variance.
     """
     x = inputs[0].x
@@ -260,11 +272,12 @@ def unshifted(eqn, inputs):
 
 
 def few_updates(eqn, inputs):
-    """Overwrites a few slices of a large array by elementwise selection, as when the keys and values of one token are
-    appended to the cache of each text.
+    """Overwrites a few slices of a large array by elementwise selection, as when the keys and
+    values of one token are appended to the cache of each text.
 
-    The compiler of a TPU stores the operand of a scatter in a layout of its own, and copies the whole array into this
-    layout and back. An elementwise operation reads and writes the array once, in any layout.
+    The compiler of a TPU stores the operand of a scatter in a layout of its own, and copies the
+    whole array into this layout and back. An elementwise operation reads and writes the array once,
+    in any layout.
     """
     (x, indices, updates), axes_of = (value.x for value in inputs), jaxpr.overwritten(eqn)
     count = math.prod(indices.shape[:-1])

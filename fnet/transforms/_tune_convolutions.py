@@ -1,13 +1,15 @@
 """Rules of tune for CPUs that rewrite convolutions for which XLA:CPU has no fast kernel.
 
-XLA:CPU computes four kinds of convolutions one element at a time: depthwise convolutions, the gradients of all
-convolutions with groups, convolutions whose window is larger than their input, and some convolutions with a dilated
-input (an input with zeros between its elements). A depthwise convolution is replaced by a sum of elementwise products,
-one for each position of the window. The gradient of a convolution with groups is replaced by one convolution for each
-group. A convolution whose window is larger than its input is replaced by a matrix product. A convolution with a dilated
-input is changed in one of two ways: either the zeros between the elements are written to memory before the convolution,
-or the operands are exchanged, so that the dilated array becomes the window. The rewritten convolutions take between a
-half and a hundredth of the original time (`python -m benchmarks.convolutions`).
+XLA:CPU computes four kinds of convolutions one element at a time: depthwise convolutions, the
+gradients of all convolutions with groups, convolutions whose window is larger than their input, and
+some convolutions with a dilated input (an input with zeros between its elements). A depthwise
+convolution is replaced by a sum of elementwise products, one for each position of the window. The
+gradient of a convolution with groups is replaced by one convolution for each group. A convolution
+whose window is larger than its input is replaced by a matrix product. A convolution with a dilated
+input is changed in one of two ways: either the zeros between the elements are written to memory
+before the convolution, or the operands are exchanged, so that the dilated array becomes the window.
+The rewritten convolutions take between a half and a hundredth of the original time (`python -m
+benchmarks.convolutions`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _CACHED = (
 
 
 def depthwise_convolution(eqn, inputs):
-    """Computes a depthwise convolution, or one of its gradients, by elementwise products and sums of shifted arrays."""
+    """Computes a depthwise convolution, or one of its gradients, by elementwise products and sums
+    of shifted arrays."""
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
         return None
@@ -67,7 +70,8 @@ def depthwise_convolution(eqn, inputs):
 
 
 def grouped_convolution(eqn, inputs):
-    """Computes a convolution with few groups, or one of its gradients, as one convolution for each group."""
+    """Computes a convolution with few groups, or one of its gradients, as one convolution for each
+    group."""
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
         return None
@@ -94,7 +98,8 @@ def grouped_convolution(eqn, inputs):
 
 
 def small_input(eqn, inputs):
-    """Computes a convolution as a matrix product, if its window is larger than its input along each spatial axis.
+    """Computes a convolution as a matrix product, if its window is larger than its input along each
+    spatial axis.
 
     Windows that are larger than the input occur in the last layers of a network for small images.
     """
@@ -119,7 +124,8 @@ def small_input(eqn, inputs):
         return None
     x, w = (jnp.asarray(a, product.dtype) for a in (x, w))
     x, w = x.transpose(lhs[0], *lhs[2:], lhs[1]), w.transpose(*rhs[2:], rhs[1], rhs[0])
-    # The positions of the window along an axis that are inside the input for an element of the output.
+    # The positions of the window along an axis that are inside the input for an element of the
+    # output.
     inside = [
         [
             k
@@ -148,14 +154,15 @@ def small_input(eqn, inputs):
 
 
 def dilated_input(eqn, inputs):
-    """Rewrites a convolution whose input is dilated, if the convolution has three spatial dimensions or a large window.
+    """Rewrites a convolution whose input is dilated, if the convolution has three spatial
+    dimensions or a large window.
 
-    A dilated input (an input with zeros between its elements) occurs in transposed convolutions and in gradients of
-    strided convolutions. If the convolution has three spatial dimensions, the dilated input with its zeros is written
-    to memory before the convolution. The gradient of a transposed convolution with respect to its kernel is a
-    convolution with a dilated input and a large window. In a convolution with a large window, the operands are
-    exchanged, so that the dilated array becomes the window. XLA has a fast kernel for convolutions with a dilated
-    window.
+    A dilated input (an input with zeros between its elements) occurs in transposed convolutions and
+    in gradients of strided convolutions. If the convolution has three spatial dimensions, the
+    dilated input with its zeros is written to memory before the convolution. The gradient of a
+    transposed convolution with respect to its kernel is a convolution with a dilated input and a
+    large window. In a convolution with a large window, the operands are exchanged, so that the
+    dilated array becomes the window. XLA has a fast kernel for convolutions with a dilated window.
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
@@ -193,9 +200,10 @@ def dilated_input(eqn, inputs):
 
 
 def _kind(product, x, w) -> str | None:
-    """Returns "forward" for a depthwise convolution, "kernel" for the gradient of a depthwise convolution with respect
-    to its kernel, and None for any other operation. The gradient of a depthwise convolution with respect to its input
-    has the form of a depthwise convolution, so `_kind` also returns "forward" for this gradient."""
+    """Returns "forward" for a depthwise convolution, "kernel" for the gradient of a depthwise
+    convolution with respect to its kernel, and None for any other operation. The gradient of a
+    depthwise convolution with respect to its input has the form of a depthwise convolution, so
+    `_kind` also returns "forward" for this gradient."""
     (lhs, rhs, _), (features, batches) = product.dimensions, product.groups
     if batches == 1 and 1 < features == x[lhs[1]] == w[rhs[0]]:
         return "forward"
@@ -209,9 +217,10 @@ def _taps(window):
 
 
 def _slice(x, tap, step, size, stride):
-    """Slices every spatial axis of x, an array [examples, *space, channels]. Along each spatial axis, the slice starts
-    at the index `tap * step`, where `tap` is a position in the convolution window, and `step` is the dilation of the
-    window. The slice has `size` elements along each spatial axis, with the stride `stride`."""
+    """Slices every spatial axis of x, an array [examples, *space, channels]. Along each spatial
+    axis, the slice starts at the index `tap * step`, where `tap` is a position in the convolution
+    window, and `step` is the dilation of the window. The slice has `size` elements along each
+    spatial axis, with the stride `stride`."""
     start = [0, *(k * d for k, d in zip(tap, step)), 0]
     stop = [
         len(x),
@@ -227,7 +236,8 @@ def _padded(x, padding, dilation):
 
 
 def _forward(x, w, space, strides, padding, dilation):
-    """Computes the depthwise convolution of x [examples, *space, channels] with the kernel w [1, *window, channels]."""
+    """Computes the depthwise convolution of x [examples, *space, channels] with the kernel w [1,
+    *window, channels]."""
     x = _padded(x, padding, (1,) * len(space))
     return sum(
         _slice(x, tap, dilation, space, strides) * _filter(w, tap) for tap in _taps(w.shape[1:-1])
@@ -235,13 +245,15 @@ def _forward(x, w, space, strides, padding, dilation):
 
 
 def _filter(w, tap):
-    """Returns the weights of all channels at the position `tap` of the window, as an array [1, ..., 1, channels]."""
+    """Returns the weights of all channels at the position `tap` of the window, as an array [1, ...,
+    1, channels]."""
     return lax.slice(w, (0, *tap, 0), (1, *(k + 1 for k in tap), w.shape[-1]))
 
 
 def _dilated(x, w, space, padding, x_dilation, w_dilation):
-    """Computes a depthwise convolution with a dilated input, as in the gradient of a strided convolution. A dilated
-    input has zeros between its elements; the argument x is the input before these zeros are inserted."""
+    """Computes a depthwise convolution with a dilated input, as in the gradient of a strided
+    convolution. A dilated input has zeros between its elements; the argument x is the input before
+    these zeros are inserted."""
     total, zero = 0.0, jnp.zeros((), x.dtype)
     for tap in _taps(w.shape[1:-1]):
         low = [first - k * d for (first, _), k, d in zip(padding, tap, w_dilation)]
@@ -255,8 +267,8 @@ def _dilated(x, w, space, padding, x_dilation, w_dilation):
 
 
 def _kernel_gradient(x, g, window, step, padding, dilation, strides):
-    """Computes the gradient of a depthwise kernel, an array [1, *window, channels]. x is the input and g the cotangent
-    of the convolution, both [examples, *space, channels]."""
+    """Computes the gradient of a depthwise kernel, an array [1, *window, channels]. x is the input
+    and g the cotangent of the convolution, both [examples, *space, channels]."""
 
     def part(x, g):
         x = _padded(x, padding, dilation)
@@ -282,8 +294,8 @@ def _kernel_gradient(x, g, window, step, padding, dilation, strides):
 def kernel_layout(eqn, inputs):
     """Transposes the kernel of a bfloat16 convolution to [*window, in, out].
 
-    XLA calls oneDNN only for kernels with the layout [*window, in, out]. In the gradient with respect to the input of a
-    convolution, the kernel has the layout [*window, out, in].
+    XLA calls oneDNN only for kernels with the layout [*window, in, out]. In the gradient with
+    respect to the input of a convolution, the kernel has the layout [*window, out, in].
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype != BF16:

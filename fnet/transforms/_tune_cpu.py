@@ -1,10 +1,10 @@
-"""Rules of tune for CPUs, which rewrite equations into forms for which XLA:CPU generates fast code, with equal results
-up to rounding.
+"""Rules of tune for CPUs, which rewrite equations into forms for which XLA:CPU generates fast code,
+with equal results up to rounding.
 
-A rewrite rule receives an equation of a jaxpr and its inputs. A rewrite rule returns the outputs of the equation, or
-None if the rule does not apply. The attribute `note` of an input is True if the input can be read without a
-computation, because it is an argument of the function, a view of an argument, or a broadcast scalar. For other values
-of `note`, see `_tune_layout`.
+A rewrite rule receives an equation of a jaxpr and its inputs. A rewrite rule returns the outputs of
+the equation, or None if the rule does not apply. The attribute `note` of an input is True if the
+input can be read without a computation, because it is an argument of the function, a view of an
+argument, or a broadcast scalar. For other values of `note`, see `_tune_layout`.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
-    """A rewrite rule of tune. The rule applies to equations whose primitive is in `primitives`. If `below` is not None,
-    the rule is enabled by default only for jaxlib versions before `below`.
+    """A rewrite rule of tune. The rule applies to equations whose primitive is in `primitives`. If
+    `below` is not None, the rule is enabled by default only for jaxlib versions before `below`.
 
-    The function `apply` of a rule returns the outputs of an equation. The function `prepare` returns another equation
-    and its inputs. The new equation is evaluated instead of the original equation, and `finish(equation, outputs)`
-    converts the outputs of the new equation to the final outputs. `apply` and `prepare` return None if the rule does
-    not apply to an equation. If a rule only sets compiler options, its fields `apply` and `prepare` are None. `options`
-    are the compiler options. The function `when` receives the equations of a program, and returns whether the rule is
-    used for this program. If the field `when` is None, the rule is used for every program.
+    The function `apply` of a rule returns the outputs of an equation. The function `prepare`
+    returns another equation and its inputs. The new equation is evaluated instead of the original
+    equation, and `finish(equation, outputs)` converts the outputs of the new equation to the final
+    outputs. `apply` and `prepare` return None if the rule does not apply to an equation. If a rule
+    only sets compiler options, its fields `apply` and `prepare` are None. `options` are the
+    compiler options. The function `when` receives the equations of a program, and returns whether
+    the rule is used for this program. If the field `when` is None, the rule is used for every
+    program.
     """
 
     name: str
@@ -68,23 +70,24 @@ class Rule(NamedTuple):
 
 
 def apart(x):
-    """Returns x after an optimization barrier. Without an optimization barrier, XLA may fuse the elementwise operations
-    that compute x with a later strided copy of x.
+    """Returns x after an optimization barrier. Without an optimization barrier, XLA may fuse the
+    elementwise operations that compute x with a later strided copy of x.
     """
     return lax.optimization_barrier(x)
 
 
 def products(eqn, inputs):
-    """Rewrites a matrix product. Optimization barriers before the matrix product prevent XLA from fusing a strided copy
-    of an operand with other operations. A matrix product of a matrix and an array with more axes is rewritten so that
-    the array is the first operand and its last axis is contracted. In a matrix product x^T y, the smaller operand
-    becomes the first operand.
+    """Rewrites a matrix product. Optimization barriers before the matrix product prevent XLA from
+    fusing a strided copy of an operand with other operations. A matrix product of a matrix and an
+    array with more axes is rewritten so that the array is the first operand and its last axis is
+    contracted. In a matrix product x^T y, the smaller operand becomes the first operand.
 
-    Under vmap, the matrix product of a dense layer has a result whose first axis is the axis of the features. XLA
-    computes the inputs of an addition twice, once for each order of axes, if the features are the first axis of one
-    input and the last axis of the other input. If vmap maps only the weights of a dense layer, the matrix product is
-    not rewritten, because the rule would have to transpose the weights. Matrix products with batch axes, as in
-    attention, are not rewritten, because the rule would not make them faster.
+    Under vmap, the matrix product of a dense layer has a result whose first axis is the axis of the
+    features. XLA computes the inputs of an addition twice, once for each order of axes, if the
+    features are the first axis of one input and the last axis of the other input. If vmap maps only
+    the weights of a dense layer, the matrix product is not rewritten, because the rule would have
+    to transpose the weights. Matrix products with batch axes, as in attention, are not rewritten,
+    because the rule would not make them faster.
     """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
@@ -127,10 +130,11 @@ def products(eqn, inputs):
 
 
 def _ready(value, x):
-    """Adds an optimization barrier to x, unless x is a function argument, a view of an argument, or a broadcast scalar.
+    """Adds an optimization barrier to x, unless x is a function argument, a view of an argument, or
+    a broadcast scalar.
 
-    The argument `value` is an input of the equation, a `Value`. The argument x is the array `value.x`, possibly with
-    its axes in another order.
+    The argument `value` is an input of the equation, a `Value`. The argument x is the array
+    `value.x`, possibly with its axes in another order.
     """
     return x if value.note is True else apart(x)
 
@@ -138,8 +142,8 @@ def _ready(value, x):
 def bfloat16_products(eqn, inputs):
     """Reshapes the operands of a bfloat16 matrix product to matrices, and accumulates in float32.
 
-    If the operands are matrices and the sums are in float32, XLA:CPU computes a bfloat16 matrix product up to ten times
-    as fast as otherwise.
+    If the operands are matrices and the sums are in float32, XLA:CPU computes a bfloat16 matrix
+    product up to ten times as fast as otherwise.
     """
     x, y = (value.x for value in inputs)
     product = jaxpr.product(eqn)
@@ -160,8 +164,8 @@ def bfloat16_products(eqn, inputs):
 
 
 def _windows(eqn, x):
-    """Returns the window size along each axis of a pooling whose windows cover x without overlap, or None for other
-    poolings."""
+    """Returns the window size along each axis of a pooling whose windows cover x without overlap,
+    or None for other poolings."""
     window = jaxpr.pooling_window(eqn)
     if window is None or any(size % k for size, k in zip(x.shape, window)):
         return None
@@ -169,15 +173,16 @@ def _windows(eqn, x):
 
 
 def _split(shape, window):
-    """Returns a shape in which every pooled axis is split into two: the windows, and the positions in a window."""
+    """Returns a shape in which every pooled axis is split into two: the windows, and the positions
+    in a window."""
     return [
         part for size, k in zip(shape, window) for part in ((size // k, k) if k > 1 else (size,))
     ]
 
 
 def _tiles(x, window):
-    """Returns a list of arrays with the output's shape. Each array contains the elements of x at one position of the
-    window; the positions are in row-major order."""
+    """Returns a list of arrays with the output's shape. Each array contains the elements of x at
+    one position of the window; the positions are in row-major order."""
     x = x.reshape(_split(x.shape, window))
     places = itertools.product(*(range(k) if k > 1 else (None,) for k in window))
     return [
@@ -193,8 +198,8 @@ def _tiles(x, window):
 def max_pool(eqn, inputs):
     """Computes a max pooling by elementwise maxima, if the windows cover the array without overlap.
 
-    The derivative is that of the original pooling: the derivative of an elementwise maximum would share the cotangent
-    among equal elements, where the pooling selects one of them.
+    The derivative is that of the original pooling: the derivative of an elementwise maximum would
+    share the cotangent among equal elements, where the pooling selects one of them.
     """
     window = _windows(eqn, inputs[0].x)
     if window is None:
@@ -213,8 +218,8 @@ def max_pool(eqn, inputs):
 
 
 def max_pool_gradient(eqn, inputs):
-    """Computes the gradient of a pooling whose windows tile the array. The cotangent goes to the first largest element
-    of each window, as in select_and_scatter, also for NaN and ties."""
+    """Computes the gradient of a pooling whose windows tile the array. The cotangent goes to the
+    first largest element of each window, as in select_and_scatter, also for NaN and ties."""
     g, x = inputs[0].x, inputs[1].x
     window = _windows(eqn, x)
     if window is None or not jaxpr.selects_largest(eqn):
@@ -236,12 +241,12 @@ def max_pool_gradient(eqn, inputs):
 
 
 def _ends_swapped(x):
-    """Transposes an array [a, b, c] to [c, b, a] by three transposes that use the CPU's cache well. A single transpose
-    from [a, b, c] to [c, b, a] would take four to ten times as long.
+    """Transposes an array [a, b, c] to [c, b, a] by three transposes that use the CPU's cache well.
+    A single transpose from [a, b, c] to [c, b, a] would take four to ten times as long.
 
-    The first two of the three transposes run in a loop over the two halves of x (over the whole array x if a is odd).
-    Without this loop, XLA would fuse the transposes with the operations that compute x. The fused operation would be a
-    strided copy.
+    The first two of the three transposes run in a loop over the two halves of x (over the whole
+    array x if a is odd). Without this loop, XLA would fuse the transposes with the operations that
+    compute x. The fused operation would be a strided copy.
     """
     a, b, c = x.shape
     halves = 1 if a % 2 else 2
@@ -253,11 +258,12 @@ def _ends_swapped(x):
 
 
 def convolution_gradient(eqn, inputs):
-    """Transposes the operands of a convolution's weight gradient to NHWC and HWIO, as in forward convolutions.
+    """Transposes the operands of a convolution's weight gradient to NHWC and HWIO, as in forward
+    convolutions.
 
-    Bfloat16 operands are cast to float32, because XLA:CPU without oneDNN computes bfloat16 convolutions in float32. The
-    weight gradients of convolutions with strides, few examples or few channels are not rewritten, because XLA computes
-    them equally fast without this rule.
+    Bfloat16 operands are cast to float32, because XLA:CPU without oneDNN computes bfloat16
+    convolutions in float32. The weight gradients of convolutions with strides, few examples or few
+    channels are not rewritten, because XLA computes them equally fast without this rule.
     """
     product = jaxpr.product(eqn)
     dtype = product.dtype

@@ -1,11 +1,14 @@
-"""Moves transposes past elementwise operations, for tune, so that transposes introduced by vmap cancel each other.
+"""Moves transposes past elementwise operations, for tune, so that transposes introduced by vmap
+cancel each other.
 
-XLA:CPU stores the axes of an array in memory in the order of the array's shape in the program. Under vmap, the result
-of a dense layer has the shape [out, batch, time] and is then transposed. Elementwise operations on the transposed array
-would read and write strided memory. The function `transposed(y, order)` returns the array `y.transpose(order)` as a
-`Value`, and stores the tuple `order` in the attribute `note` of the `Value`, unless `order` moves no axis. An
-elementwise operation on a transposed array is applied to the original array, and the result of the operation is
-transposed. A transpose of a transposed array is merged with the first transpose, so that inverse transposes cancel.
+XLA:CPU stores the axes of an array in memory in the order of the array's shape in the program.
+Under vmap, the result of a dense layer has the shape [out, batch, time] and is then transposed.
+Elementwise operations on the transposed array would read and write strided memory. The function
+`transposed(y, order)` returns the array `y.transpose(order)` as a `Value`, and stores the tuple
+`order` in the attribute `note` of the `Value`, unless `order` moves no axis. An elementwise
+operation on a transposed array is applied to the original array, and the result of the operation is
+transposed. A transpose of a transposed array is merged with the first transpose, so that inverse
+transposes cancel.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ def transposed(y, order) -> Value:
 
 
 def followed(eqn, inputs) -> list[Value] | None:
-    """Moves a transpose from the inputs of an elementwise equation to its outputs, or merges two transposes.
+    """Moves a transpose from the inputs of an elementwise equation to its outputs, or merges two
+    transposes.
 
-    Returns the outputs of the equation, or None if the rewrite does not apply. The rewrite applies only to elementwise
-    equations and to transposes. All inputs that were transposed must have the same order of axes.
+    Returns the outputs of the equation, or None if the rewrite does not apply. The rewrite applies
+    only to elementwise equations and to transposes. All inputs that were transposed must have the
+    same order of axes.
     """
     name, orders = eqn.primitive.name, {_order(value) for value in inputs} - {None}
     if len(orders) != 1:
@@ -47,12 +52,14 @@ def followed(eqn, inputs) -> list[Value] | None:
 
 
 def _order(value):
-    """Returns the order of axes to which a value was transposed, or None if the value was not transposed.
+    """Returns the order of axes to which a value was transposed, or None if the value was not
+    transposed.
 
-    The attribute `note` of a transposed value is the order of its axes, a tuple as in `jnp.transpose`. If the length of
-    the tuple `note` differs from the number of axes of the value, `_order` returns None, as for a value that was not
-    transposed. For example, a slice of a transposed array in a loop has one axis fewer than the array, but its
-    attribute `note` may still be the order of the axes of the whole array.
+    The attribute `note` of a transposed value is the order of its axes, a tuple as in
+    `jnp.transpose`. If the length of the tuple `note` differs from the number of axes of the value,
+    `_order` returns None, as for a value that was not transposed. For example, a slice of a
+    transposed array in a loop has one axis fewer than the array, but its attribute `note` may still
+    be the order of the axes of the whole array.
     """
     return (
         value.note

@@ -1,4 +1,5 @@
-"""Selects the rewrite rules of tune for one program by timing the program with and without the rules."""
+"""Selects the rewrite rules of tune for one program by timing the program with and without the
+rules."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Measured(NamedTuple):
 
     Attributes:
         rules: the names of the rewrite rules that are used.
-        seconds: {selection of rules: median time of a call in seconds}, with keys such as "all rules". Empty if nothing
-            was measured.
+        seconds: {selection of rules: median time of a call in seconds}, with keys such as "all
+            rules". Empty if nothing was measured.
         reason: the reason why the rules in `rules` are used.
     """
 
@@ -50,21 +51,23 @@ def measure(
     chip: Any,
     arguments: Any,
 ) -> Measured:
-    """Times a program with all rules, with no rule, and with each rule disabled in turn. Stored results are reused.
+    """Times a program with all rules, with no rule, and with each rule disabled in turn. Stored
+    results are reused.
 
     Args:
-        compiled: `compiled(rules)` returns the program as a function of `arguments`. The program may donate its
-            arguments.
-        lowered: a function that returns the StableHLO text of the original program, to which no rewrite rule is
-            applied. The StableHLO text is a part of the key under which the measured times are stored.
+        compiled: `compiled(rules)` returns the program as a function of `arguments`. The program
+            may donate its arguments.
+        lowered: a function that returns the StableHLO text of the original program, to which no
+            rewrite rule is applied. The StableHLO text is a part of the key under which the
+            measured times are stored.
         fired: a function that returns the names of the rewrite rules that change the program.
         rules: all rules.
         chip: the chip.
         arguments: the arguments of a call. They are copied.
 
     Returns:
-        The selection of rules with which the program runs fastest. If the program cannot be timed, all rewrite rules
-        are selected.
+        The selection of rules with which the program runs fastest. If the program cannot be timed,
+        all rewrite rules are selected.
     """
     every = tuple(rule.name for rule in rules)
     if reason := _unmeasurable(arguments):
@@ -144,7 +147,8 @@ def _known(path, every) -> Measured | None:
 
 
 def _times(programs, arguments) -> dict[str, list[float]]:
-    """Returns {name of a program: its times in seconds, one for each round}. In each round, every program runs once."""
+    """Returns {name of a program: its times in seconds, one for each round}. In each round, every
+    program runs once."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     end = None
     for number in range(_ROUNDS + 1):  # the first one compiles

@@ -13,7 +13,8 @@ from fnet.transforms._tune_layout import followed
 
 
 class Fired(NamedTuple):
-    """An equation that tune changed: its scope, its primitive, the name of the rule, and the reason."""
+    """An equation that tune changed: its scope, its primitive, the name of the rule, and the
+    reason."""
 
     scope: str
     primitive: str
@@ -22,10 +23,11 @@ class Fired(NamedTuple):
 
 
 class Tuner(Interpreter):
-    """Evaluates the equations of a jaxpr, and applies the rewrite rules of tune to them. The attribute `note` of a
-    value is True if the value can be read without a computation: a function argument, a view of an argument, or a
-    broadcast scalar (see `_tune_cpu`). The attribute `note` is a tuple if the value is a transposed array (see
-    `_tune_layout`). For any other value, `note` is None."""
+    """Evaluates the equations of a jaxpr, and applies the rewrite rules of tune to them. The
+    attribute `note` of a value is True if the value can be read without a computation: a function
+    argument, a view of an argument, or a broadcast scalar (see `_tune_cpu`). The attribute `note`
+    is a tuple if the value is a transposed array (see `_tune_layout`). For any other value, `note`
+    is None."""
 
     def __init__(self, rules, rows=None):
         super().__init__()
@@ -35,9 +37,11 @@ class Tuner(Interpreter):
 
     @property
     def lost(self) -> dict:
-        """The compiler options that the rules select for the last program that `run` or `examine` rewrote.
+        """The compiler options that the rules select for the last program that `run` or `examine`
+        rewrote.
 
-        `run` and `examine` do not compile the program. Therefore, these two methods do not apply the compiler options.
+        `run` and `examine` do not compile the program. Therefore, these two methods do not apply
+        the compiler options.
         """
         return _options(self.suited)
 
@@ -45,9 +49,10 @@ class Tuner(Interpreter):
         return None if self.rows is None else object()  # explain needs every call
 
     def select(self, closed) -> list:
-        """Returns the rewrite rules that are used for a program. If the program contains arrays with symbolic sizes, as
-        for export, the function `when` of a rule is not called. For a program with symbolic sizes, all rules that
-        rewrite equations are used, and none of the rules that only set compiler options."""
+        """Returns the rewrite rules that are used for a program. If the program contains arrays
+        with symbolic sizes, as for export, the function `when` of a rule is not called. For a
+        program with symbolic sizes, all rules that rewrite equations are used, and none of the
+        rules that only set compiler options."""
         equations = (
             list(jaxpr.equations(closed.jaxpr)) if any(rule.when for rule in self.all) else []
         )
@@ -109,6 +114,6 @@ def _known(aval) -> bool:
 
 
 def _free(aval) -> bool:
-    """Whether arrays of the type `aval` may be reshaped, that is, whether all sizes are known and the compiler
-    determines the sharding."""
+    """Whether arrays of the type `aval` may be reshaped, that is, whether all sizes are known and
+    the compiler determines the sharding."""
     return _known(aval) and not jaxpr.explicit(aval)

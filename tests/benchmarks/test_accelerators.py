@@ -1,4 +1,5 @@
-"""benchmarks.accelerators: what it reads from HLO, its steps, and its comparison with recorded counts."""
+"""benchmarks.accelerators: what it reads from HLO, its steps, and its comparison with recorded
+counts."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""benchmarks.gpu: a rehearsal of every part at a small size on the CPU, failing parts, and the end of the time."""
+"""benchmarks.gpu: a rehearsal of every part at a small size on the CPU, failing parts, and the end
+of the time."""
 
 import json
 import sys

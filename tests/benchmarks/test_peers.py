@@ -1,4 +1,5 @@
-"""benchmarks.peers: peers agree before they are timed, and whatever stops a table says so in one sentence."""
+"""benchmarks.peers: peers agree before they are timed, and whatever stops a table says so in one
+sentence."""
 
 import collections
 import importlib.util
@@ -135,7 +136,8 @@ def test_losses_that_disagree():
         with pytest.raises(
             PeerError,
             match=re.escape(
-                f"linen does not compute what fnet does: its loss 1 is {wrong:.6g}, fnet's is 1 (relative "
+                f"linen does not compute what fnet does: its loss 1 is {wrong:.6g}, fnet's is 1 "
+                f"(relative "
                 "0.0001 allowed); no times were taken"
             ),
         ):

@@ -89,7 +89,8 @@ def layers_over_time(p, x):
     ],
 )
 def test_the_correction_minimizes_the_error_of_the_products(f, shape, axes):
-    """The sum of squares of x (w - q) from the recorded x^T x; rounding to the nearest code has a larger one."""
+    """The sum of squares of x (w - q) from the recorded x^T x; rounding to the nearest code has a
+    larger one."""
     params = {"w": jax.random.normal(jax.random.key(1), shape)}
     stats = compress.calibrate(f, params, [MIXED])
     gram = np.broadcast_to(only(stats).gram, (*shape[:-2], 8, 8))
@@ -108,7 +109,8 @@ def test_the_correction_minimizes_the_error_of_the_products(f, shape, axes):
 
 @pytest.mark.parametrize("steps", [2, 3, 5])
 def test_layers_are_told_apart_by_the_parameter_not_by_the_lengths_of_scans(steps):
-    """An outer scan may be as long as the stack, which is the inner one. The layers multiply by 2, 3 and 5."""
+    """An outer scan may be as long as the stack, which is the inner one. The layers multiply by 2,
+    3 and 5."""
 
     def f(p, x):
         stack = lambda x: lax.scan(lambda h, w: (h @ w, None), x, p["w"])[0]
@@ -143,7 +145,8 @@ def test_the_correction_of_a_singular_sum_rounds_to_the_nearest_code():
 
 
 def sequential(w, scale, gram):
-    """GPTQ by elimination in the inverse of x^T x (Frantar and Alistarh 2022, algorithm 1, in a fixed order)."""
+    """GPTQ by elimination in the inverse of x^T x (Frantar and Alistarh 2022, algorithm 1, in a
+    fixed order)."""
     n = len(w)
     gram = gram + 0.01 * np.diag(gram).mean() * np.eye(n)
     inverse, w, codes = np.linalg.inv(gram), w.astype(np.float64).copy(), np.zeros_like(w)
@@ -225,7 +228,8 @@ def test_convolutions_round_their_inputs(method):
 
 @pytest.mark.exhaustive
 def test_models():
-    """The blocks of a GPT under its scan, and the same values as those of its layers one by one; a Flax model."""
+    """The blocks of a GPT under its scan, and the same values as those of its layers one by one; a
+    Flax model."""
     model = models.GPT(vocab_size=32, width=16, depth=2, heads=2, context=8)
     tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, 32)
     params = model.init(jax.random.key(0), tokens)[0]
@@ -263,13 +267,15 @@ def test_models():
         ),
         (
             lambda p: compress.quantize(p, {"w": compress.Int8(activations="mse")}),
-            "quantize: w needs statistics of its inputs for activations='mse'; pass stats=compress.calibrate",
+            "quantize: w needs statistics of its inputs for activations='mse'; pass "
+            "stats=compress.calibrate",
         ),
         (
             lambda p: compress.quantize(
                 p, {"w": compress.Int4(None, axes=-1)}, stats=compress.calibrate(product, p, [X])
             ),
-            r"w has scales for axes \(-1,\), but products contract it over axes \(-2,\); set `axes`",
+            r"w has scales for axes \(-1,\), but products contract it over axes \(-2,\); set "
+            r"`axes`",
         ),
         (
             lambda p: compress.quantize(

@@ -1,4 +1,5 @@
-"""Programs on implicit arrays: lowered for GPUs and TPUs and compiled for TPUs that are not attached (make pods)."""
+"""Programs on implicit arrays: lowered for GPUs and TPUs and compiled for TPUs that are not
+attached (make pods)."""
 
 import dataclasses
 import importlib.util

@@ -21,7 +21,8 @@ def softmax(x):
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("temperature", "weight"), [(1.0, 1.0), (4.0, 0.9), (2.5, 0.0)])
 def test_logits(temperature, weight):
-    """torch.nn.KLDivLoss: target (log target - input); torch.nn.CrossEntropyLoss: -log softmax at the label."""
+    """torch.nn.KLDivLoss: target (log target - input); torch.nn.CrossEntropyLoss: -log softmax at
+    the label."""
     p, q = softmax(TEACHER / temperature), softmax(STUDENT / temperature)
     soft = temperature**2 * (p * (np.log(p) - np.log(q))).sum(-1)
     hard = -np.log(softmax(STUDENT))[np.arange(5), LABELS]
@@ -97,7 +98,8 @@ def test_hidden_states():
         (
             lambda: compress.hidden_loss({"a": jnp.ones(2)}, {"z": jnp.ones(3)}, {"a": "z"}),
             ValueError,
-            r"'a' has the shape \(2,\), 'z' of the teacher \(3,\); pass projections=\{'a': matrix\}",
+            r"'a' has the shape \(2,\), 'z' of the teacher \(3,\); pass projections=\{'a': "
+            r"matrix\}",
         ),
     ],
 )

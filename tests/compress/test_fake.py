@@ -1,4 +1,5 @@
-"""Quantization-aware training: values of `quantize`, derivatives of the paper, and a loss that decreases."""
+"""Quantization-aware training: values of `quantize`, derivatives of the paper, and a loss that
+decreases."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,8 @@ def test_inputs_pass_derivatives():
 
 @pytest.mark.exhaustive
 def test_training_recovers_what_rounding_lost():
-    """A network with 4-bit kernels: trained further it fits the targets of the original better than its rounding."""
+    """A network with 4-bit kernels: trained further it fits the targets of the original better than
+    its rounding."""
     model = nn.Sequential(nn.Dense(16), jax.nn.relu, nn.Dense(1))
     params = model.init(jax.random.key(0), X)[0]
     targets = model(params, X)

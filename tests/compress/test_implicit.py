@@ -1,4 +1,5 @@
-"""use_implicit_arrays: programs that read implicit arrays equal the same programs on the materialized arrays."""
+"""use_implicit_arrays: programs that read implicit arrays equal the same programs on the
+materialized arrays."""
 
 import dataclasses
 import functools

@@ -1,4 +1,5 @@
-"""Slices, scans and lookups of implicit arrays whose sizes coincide: rank == inputs, one input, one layer."""
+"""Slices, scans and lookups of implicit arrays whose sizes coincide: rank == inputs, one input, one
+layer."""
 
 import dataclasses
 
@@ -55,7 +56,8 @@ STARTS = (-9, -4, -2, -1, 0, 3, 9)
 
 
 def dynamic(w):
-    """Slices with starts before the first and behind the last row: JAX adds the length once, then clamps."""
+    """Slices with starts before the first and behind the last row: JAX adds the length once, then
+    clamps."""
     own = [
         lax.dynamic_slice(
             w,
@@ -124,7 +126,8 @@ def test_only_the_class_knows_its_leading_axis():
 def test_a_vmap_over_an_input_axis_is_an_error():
     w = ARRAYS["rank == inputs"][0]
     text = (
-        r"(?s)LowRank: expected a base with 2 or more axes, got shape \(4,\). A scan or vmap over this parameter "
+        r"(?s)LowRank: expected a base with 2 or more axes, got shape \(4,\). A scan or vmap over "
+        r"this parameter "
         r"slices axis 0 .* Call ft.use_implicit_arrays\(f\) outside"
     )
     with pytest.raises(ValueError, match=text):

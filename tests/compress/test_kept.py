@@ -70,7 +70,8 @@ def test_a_run_with_a_quantized_base_is_resumed_exactly(tmp_path):
     "format", [compress.Int8(), pytest.param(compress.Int4(128), marks=pytest.mark.exhaustive)]
 )
 def test_scales_are_split_with_their_values(format):
-    """codes [512, 256] are split along the longest axis; scales [1, 256] or [4, 256] only where they can be."""
+    """codes [512, 256] are split along the longest axis; scales [1, 256] or [4, 256] only where
+    they can be."""
 
     @jax.jit
     def train(state, batch):

@@ -1,4 +1,5 @@
-"""LoRA: identity at first, gradients of the merged form inside scans and remat, and less memory than it."""
+"""LoRA: identity at first, gradients of the merged form inside scans and remat, and less memory
+than it."""
 
 import dataclasses
 

@@ -134,7 +134,8 @@ def test_a_checkpoint_restores_quantized_parameters(tmp_path):
         (
             lambda p: compress.quantize(p, {"fc": 8}),
             TypeError,
-            r"quantize: expected compress.Int8\(\), Int4\(\), NF4\(\) or Float8\(\) for 'fc'; got 8",
+            r"quantize: expected compress.Int8\(\), Int4\(\), NF4\(\) or Float8\(\) for 'fc'; got "
+            r"8",
         ),
         (
             lambda p: compress.quantize(p, {"fc": compress.Int4(3)}),
@@ -144,7 +145,8 @@ def test_a_checkpoint_restores_quantized_parameters(tmp_path):
         (
             lambda p: compress.quantize(p, {"fc": compress.Int4(4)}),
             ValueError,
-            r"quantize: fc/kernel has 6 values along axis -2, which cannot be divided into groups of 4; use group=None or a ",
+            r"quantize: fc/kernel has 6 values along axis -2, which cannot be divided into groups "
+            r"of 4; use group=None or a ",
         ),
         (
             lambda p: compress.quantize(p, {"fc": compress.Int8(axes=3)}),
@@ -176,7 +178,8 @@ def test_a_checkpoint_restores_quantized_parameters(tmp_path):
                 compress.quantize(p, {"fc": compress.Int8()}), {"fc": compress.Int4()}
             ),
             ValueError,
-            "quantize: 'fc/kernel', which the pattern 'fc' matches, is a Quantized already; remove the pattern",
+            "quantize: 'fc/kernel', which the pattern 'fc' matches, is a Quantized already; remove "
+            "the pattern",
         ),
         (
             lambda p: compress.lora(

@@ -1,4 +1,5 @@
-"""`shrink` on models of all kinds: equal to masked parameters in float64, other shapes, lowered for other platforms."""
+"""`shrink` on models of all kinds: equal to masked parameters in float64, other shapes, lowered for
+other platforms."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""`shrink` on small programs: which axes it cuts, values and derivatives, and the reasons for those that it keeps."""
+"""`shrink` on small programs: which axes it cuts, values and derivatives, and the reasons for those
+that it keeps."""
 
 import jax
 import jax.numpy as jnp

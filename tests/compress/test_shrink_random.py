@@ -1,4 +1,5 @@
-"""Random numbers in a shrunk function are those of the original function, without the removed channels."""
+"""Random numbers in a shrunk function are those of the original function, without the removed
+channels."""
 
 import jax
 import jax.numpy as jnp

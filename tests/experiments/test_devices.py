@@ -1,4 +1,5 @@
-"""The experiments on several devices, and planned for chips that are not there: nothing but a flag is different."""
+"""The experiments on several devices, and planned for chips that are not there: nothing but a flag
+is different."""
 
 import os
 import pathlib
@@ -34,7 +35,8 @@ def run(name, *flags, code=0):
 
 @pytest.mark.exhaustive
 def test_eight_devices_have_the_numbers_of_one(tmp_path):
-    """With dropout and a moving average; BatchNorm, loss scales and keys: test_fit_plan.py, test_restore.py."""
+    """With dropout and a moving average; BatchNorm, loss scales and keys: test_fit_plan.py,
+    test_restore.py."""
     flags = [
         "--steps=12",
         "--model=mlp",

@@ -101,7 +101,8 @@ def test_smooth_grad_without_noise_is_the_gradient(network, x, config):
 
 @pytest.mark.exhaustive
 def test_grad_cam_equals_the_formula(network, x):
-    """The head averages the block's output, so that the cotangent is the head's kernel over the positions."""
+    """The head averages the block's output, so that the cotangent is the head's kernel over the
+    positions."""
     label = 3
     cam = experiment.grad_cam(network, x, label, SITE)
     assert cam.shape == (32, 32) and float(cam.min()) >= 0

@@ -201,7 +201,8 @@ def test_the_whole_network_is_trained(tiny, weights, tmp_path, capsys):
 
 @pytest.mark.exhaustive
 def test_changes_of_low_rank(tiny, weights, tmp_path, capsys):
-    """The result is the published network with small changes; PEFT's factors of a convolution give the same."""
+    """The result is the published network with small changes; PEFT's factors of a convolution give
+    the same."""
     options = config(weights, mode="lora", lora=2, base="int4", size=32, steps=3, batch_size=64)
     finetune.train(options, tmp_path, policy())
     assert "base=int4: 1,034 parameters trained" in capsys.readouterr().out

@@ -20,8 +20,8 @@ from fnet import training as tr
 pytest.importorskip("sklearn")
 ROOT = pathlib.Path(__file__).parents[2]
 
-# One process imports the experiments; each command line is tried in a fork of it, before JAX has begun to compute.
-# Training itself is left out: what flags alone decide is tried here.
+# One process imports the experiments; each command line is tried in a fork of it, before JAX has
+# begun to compute. Training itself is left out: what flags alone decide is tried here.
 SERVER = textwrap.dedent("""
     import importlib.util, json, os, sys, traceback, warnings
     warnings.simplefilter("ignore")

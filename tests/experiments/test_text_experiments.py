@@ -1,4 +1,5 @@
-"""Language models as a user trains them, lets them write, and compares sentences, in sizes that suit a test."""
+"""Language models as a user trains them, lets them write, and compares sentences, in sizes that
+suit a test."""
 
 import dataclasses
 import json
@@ -167,7 +168,8 @@ def test_trained_and_asked_to_go_on(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_published_model_is_adapted_to_a_text(stories, tmp_path):
-    """QLoRA as a user runs it. generate.py reads the merged weights; the adapter is in PEFT's format."""
+    """QLoRA as a user runs it. generate.py reads the merged weights; the adapter is in PEFT's
+    format."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "one.txt").write_text("the old man and the sea was the old man. " * 30)
     snapshot = (
@@ -246,7 +248,8 @@ def test_nanogpts_token_files(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the experiment in this process: run(*flags) -> its exit code; what it says is with capsys."""
+    """Runs the experiment in this process: run(*flags) -> its exit code; what it says is with
+    capsys."""
     common = sys.modules["_common"]
 
     def run(*flags):
@@ -275,7 +278,8 @@ def run(tmp_path, monkeypatch):
 def test_weights_come_first_and_a_text_needs_no_newline(
     tmp_path, run, monkeypatch, capsys, quickly
 ):
-    """Whatever fails after training, the weights and their vocabulary are there; and then it is the other way round."""
+    """Whatever fails after training, the weights and their vocabulary are there; and then it is the
+    other way round."""
     (tmp_path / "input.txt").write_text("abcdefgh" * 60)
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -487,7 +491,8 @@ def folder(tmp_path_factory):
     model = models.Decoder(7, 16, 2, 4, 2, 24, context=64, head_dim=8, tied=True)
     pretrained.save(model, filled(model), {}, folder, names="huggingface")
     (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role[0] | replace('s', 'f') | replace('u', 'e') }}:{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{{ m.role[0] | replace('s', 'f') | replace('u', 'e') }}:{{ "
+        "m.content }}{% endfor %}"
     )
     (folder / "characters.json").write_text('":abcdef"')
     return folder

@@ -1,4 +1,5 @@
-"""Prints the table of file sizes in docs/export.md: models of usual sizes with random weights, as every kind of file.
+"""Prints the table of file sizes in docs/export.md: models of usual sizes with random weights, as
+every kind of file.
 
 PYTHONPATH=tests .venv-export/bin/python tests/export/file_sizes.py      # all files are run and compared
 """

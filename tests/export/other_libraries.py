@@ -1,4 +1,5 @@
-"""Small models of other libraries: (function of parameters and one input, parameters, input). Imported when built."""
+"""Small models of other libraries: (function of parameters and one input, parameters, input).
+Imported when built."""
 
 import jax
 import numpy as np

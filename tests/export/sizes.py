@@ -1,4 +1,5 @@
-"""Prints the table of sizes in docs/export.md: bytes of the programs of every model, without the weights.
+"""Prints the table of sizes in docs/export.md: bytes of the programs of every model, without the
+weights.
 
 PYTHONPATH=tests python tests/export/sizes.py
 """

@@ -1,17 +1,20 @@
-"""Every operation that can be exported, on special values: what each target computes, compared with JAX.
+"""Every operation that can be exported, on special values: what each target computes, compared with
+JAX.
 
     python -m tests.export.special_values [onnx numpy jax litert] [--only gather,scatter] [--wrong]
 
-prints, for each target, in how many cells of the table (operation x dtype x column) it equals JAX, refuses the
-operation by name at export, differs with a warning, or is wrong. `--wrong` lists the wrong cells, and `--only` chooses
-operations.
+prints, for each target, in how many cells of the table (operation x dtype x column) it equals JAX,
+refuses the operation by name at export, differs with a warning, or is wrong. `--wrong` lists the
+wrong cells, and `--only` chooses operations.
 
 Tests use `programs()` (the table) and `outcome(target, program, column)`.
 
-NaN, infinities and the signs of zeros are compared exactly, all other numbers for each element and relative to it.
-XLA flushes subnormal numbers to zero on CPUs, and does so in arithmetic and comparisons, but not where it moves or
-negates numbers. NumPy and onnxruntime do not flush them. Therefore a result that depends on a subnormal number may also
-be what JAX computes for the same numbers in float64, where they are normal.
+NaN, infinities and the signs of zeros are compared exactly, all other numbers for each element and
+relative to it.
+XLA flushes subnormal numbers to zero on CPUs, and does so in arithmetic and comparisons, but not
+where it moves or negates numbers. NumPy and onnxruntime do not flush them. Therefore a result that
+depends on a subnormal number may also be what JAX computes for the same numbers in float64, where
+they are normal.
 """
 
 from __future__ import annotations
@@ -66,8 +69,8 @@ class Program(NamedTuple):
     """A function of arrays, and inputs for it.
 
     Attributes:
-        operation: the name of the operation in the stable form of programs, or of a composition of operations.
-        variant: the options of the operation.
+        operation: the name of the operation in the stable form of programs, or of a composition of
+        operations. variant: the options of the operation.
         dtype: the dtype of the inputs.
         f: the function.
         columns: the inputs of each column of the table, {column: arrays}.
@@ -277,7 +280,8 @@ def matrices(dtype: str, rows: int = 4, width: int = 5) -> dict[str, np.ndarray]
         * np.array([[1], [-1], [1], [1]], kind)[:rows],
         "subnormal": np.full((rows, width), info.tiny / 4, kind),
         "far out": (x * kind.type(2.0**9)).astype(kind),
-        # All of one sign, because a sum of numbers of both overflows in some orders of its summands only.
+        # All of one sign, because a sum of numbers of both overflows in some orders of its summands
+        # only.
         "saturating": edited(
             a=[
                 (0, 0, info.max),
@@ -1418,7 +1422,8 @@ def _compositions():
 
 
 def _without_flushing(program: Program, column: str) -> list[np.ndarray] | None:
-    """Returns what JAX computes in float64 (for float64: what NumPy computes), without flushing subnormal numbers."""
+    """Returns what JAX computes in float64 (for float64: what NumPy computes), without flushing
+    subnormal numbers."""
     inputs = program.columns[column]
     if not any(x.dtype.kind == "f" for x in map(np.asarray, inputs)):
         return None
@@ -1480,8 +1485,9 @@ def outcome(target: str, program: Program, column: str) -> Outcome:
     return Outcome(WARNED, f"{why}; {warned[0]}") if warned else Outcome(WRONG, why)
 
 
-# Of the zeros 0.0 and -0.0, XLA's reductions return the one that they meet last, in an order that depends on the shape
-# and on the instructions of the processor, so that the sign is no property of the program.
+# Of the zeros 0.0 and -0.0, XLA's reductions return the one that they meet last, in an order that
+# depends on the shape and on the instructions of the processor, so that the sign is no property of
+# the program.
 _EITHER_ZERO = (
     "reduce_max",
     "reduce_min",
@@ -1569,7 +1575,8 @@ def _underflows(other, right) -> bool:
 
 
 def difference(results: list, right: list, other: list | None = None) -> str | None:
-    """Compares results with JAX's, and returns what differs, or None. Elements may also equal those of `other`."""
+    """Compares results with JAX's, and returns what differs, or None. Elements may also equal those
+    of `other`."""
     if len(results) != len(right):
         return f"{len(results)} outputs instead of {len(right)}"
     for i, (y, x) in enumerate(zip(results, right)):
@@ -1625,7 +1632,8 @@ def _sizes(program, inputs):
 
 
 def _described(traced):
-    """Returns (the program in stable form as JSON, its constants and weights, in the order in which it reads them)."""
+    """Returns (the program in stable form as JSON, its constants and weights, in the order in which
+    it reads them)."""
     entry = traced.entries["predict"]
     stable, constants = jaxpr.stable(entry.closed)
     stable = json.loads(json.dumps(stable))
@@ -1675,7 +1683,8 @@ def _litert(program, column):
 
 
 def _written(target: str, program: Program, column: str) -> tuple[Callable, list[str]]:
-    """Exports a program for the shapes of a column. Returns (a function that runs the file, the warnings)."""
+    """Exports a program for the shapes of a column. Returns (a function that runs the file, the
+    warnings)."""
     key = (
         target,
         id(program),
@@ -1773,8 +1782,8 @@ def _worker() -> _Worker:
 
 
 def counts(target: str, chosen=None, report: Callable | None = None) -> dict[tuple, str]:
-    """Returns the worst state of each cell (operation, dtype, column) of the table. `report` is called with each
-    program, column and outcome."""
+    """Returns the worst state of each cell (operation, dtype, column) of the table. `report` is
+    called with each program, column and outcome."""
     order = [EQUAL, REFUSED, WARNED, WRONG]
     cells: dict[tuple, str] = {}
     for program in programs() if chosen is None else chosen:

@@ -1,8 +1,9 @@
-"""Every operation of the stable form on special values: NaN, infinities, -0, subnormal and saturating numbers, indices
-out of range, empty arrays and ties.
+"""Every operation of the stable form on special values: NaN, infinities, -0, subnormal and
+saturating numbers, indices out of range, empty arrays and ties.
 
-`CASES` has one function for each primitive, set of options and dtype. `judged` compares an evaluator of the stable form
-with JAX: integers, booleans, NaN, infinities and the signs of zeros bit for bit, other numbers element by element.
+`CASES` has one function for each primitive, set of options and dtype. `judged` compares an
+evaluator of the stable form with JAX: integers, booleans, NaN, infinities and the signs of zeros
+bit for bit, other numbers element by element.
 """
 
 import functools
@@ -119,8 +120,9 @@ def special(dtype):
 
 
 def pairs(dtype, subnormal=True):
-    """All pairs of special values, two vectors. Without subnormal numbers for functions that XLA does not compute for
-    them: its atan2(1e-45, 1e-45) is NaN in float32, its cbrt(1e-45) is negative."""
+    """All pairs of special values, two vectors. Without subnormal numbers for functions that XLA
+    does not compute for them: its atan2(1e-45, 1e-45) is NaN in float32, its cbrt(1e-45) is
+    negative."""
     values = special(dtype)
     if not subnormal:
         values = normal(values)
@@ -165,7 +167,8 @@ def case(name, dtype, f, *args):
 
 def _elementwise():
     smooth = (
-        "exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt "
+        "exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh asinh acosh "
+        "atanh sqrt rsqrt "
         "cbrt erf erfc erf_inv lgamma floor ceil is_finite"
     ).split()
     for dtype in FLOATS:
@@ -558,7 +561,8 @@ def _indexing():
             u,
             i,
         )
-        # JAX converts indices to int32 before it tests the bounds: x.at[2**32 + 1].get(mode="fill") is x[1].
+        # JAX converts indices to int32 before it tests the bounds: x.at[2**32 + 1].get(mode="fill")
+        # is x[1].
         i = i[:-2] if i.itemsize == 8 else i
         for mode in "clip", "fill", "promise_in_bounds":
             inside = i if mode != "promise_in_bounds" else np.arange(5).astype(dtype)
@@ -990,7 +994,8 @@ def judged(got, want, *, exact=False):
 
 
 def verdict(key, evaluate, *, exact=False):
-    """What an evaluator of the stable form makes of a case: "equal", "refused: why" or "wrong: what"."""
+    """What an evaluator of the stable form makes of a case: "equal", "refused: why" or "wrong:
+    what"."""
     try:
         program, constants, args = stable(key)
     except jaxpr.Unsupported as error:

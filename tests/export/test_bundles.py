@@ -78,7 +78,8 @@ for file in sys.argv[2:]:
 
 
 def runs_elsewhere(names, folder):
-    """The bundles are read in a process without fnet: bitwise equal to the program here, 1e-5 to the model."""
+    """The bundles are read in a process without fnet: bitwise equal to the program here, 1e-5 to
+    the model."""
     for name in names:
         f, params, _, shapes = build(name)
         program = export.program(f, params, **specs_of(name))
@@ -274,7 +275,8 @@ def test_named_tuples_are_read_as_dicts(tmp_path):
 
 @pytest.mark.exhaustive
 def test_implicit_arrays_are_kept(tmp_path):
-    """Here a leaf of fnet's: a tree of plain arrays with its own product. The bundle holds the 8-bit numbers."""
+    """Here a leaf of fnet's: a tree of plain arrays with its own product. The bundle holds the
+    8-bit numbers."""
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass
@@ -357,7 +359,8 @@ def test_tokenizer_files(path, tmp_path):
         ),
         (
             (np.ones((2, 3), np.int32), np.ones(3, np.int32)),
-            "the input 'lengths' has shape (3,), expected int32[b]: axis 0 has size 3, expected b = 2, as in axis 0 of the "
+            "the input 'lengths' has shape (3,), expected int32[b]: axis 0 has size 3, expected b "
+            "= 2, as in axis 0 of the "
             "input 'tokens'",
         ),
         ((1, 2, 3), "(tokens, lengths) got 3 inputs"),

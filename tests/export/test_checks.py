@@ -1,4 +1,5 @@
-"""The checks of exported files: they find faults that are planted in conversions, and refuse no legal program."""
+"""The checks of exported files: they find faults that are planted in conversions, and refuse no
+legal program."""
 
 import jax
 import jax.numpy as jnp
@@ -269,7 +270,8 @@ def drawn(example, kind, sizes):
 
 
 def test_the_ranges_of_integers():
-    """Lengths, tokens, starts and divisors are drawn from the ranges in which the program uses them."""
+    """Lengths, tokens, starts and divisors are drawn from the ranges in which the program uses
+    them."""
 
     def f(tokens, lengths, start, divisor):
         x = jnp.asarray(np.zeros((50, 2), np.float32))[tokens]

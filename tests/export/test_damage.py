@@ -1,4 +1,5 @@
-"""Damaged and crafted bundles: each is refused with the file's name, at once, and nothing in it is executed."""
+"""Damaged and crafted bundles: each is refused with the file's name, at once, and nothing in it is
+executed."""
 
 import hashlib
 import io
@@ -29,7 +30,8 @@ def whole(tmp_path_factory):
 
 
 def refused(path, data, match="is not a complete bundle"):
-    """Writes the file; loading it raises BundleError with its name within a second of processor time."""
+    """Writes the file; loading it raises BundleError with its name within a second of processor
+    time."""
     path.write_bytes(data)
     began = time.process_time()
     with pytest.raises(export.BundleError, match=match) as caught:

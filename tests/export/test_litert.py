@@ -1,6 +1,8 @@
-"""LiteRT models in its interpreter, in a process without JAX, equal to the models of fnet; quantized weights; errors.
+"""LiteRT models in its interpreter, in a process without JAX, equal to the models of fnet;
+quantized weights; errors.
 
-Their packages exclude versions of the tested set, so they have an environment of their own: make verify-export.
+Their packages exclude versions of the tested set, so they have an environment of their own: make
+verify-export.
 """
 
 import subprocess
@@ -133,7 +135,8 @@ def test_a_haiku_model(litert, tmp_path):
 
 
 def test_weights_of_fewer_bits(litert, tmp_path):
-    """The model computes with weights that NumPy rounds in the same way; several signatures share them."""
+    """The model computes with weights that NumPy rounds in the same way; several signatures share
+    them."""
     kernel = np.random.default_rng(0).normal(size=(256, 64)).astype(np.float32)
     x = np.random.default_rng(1).normal(size=(4, 256)).astype(np.float32)
     program, sizes, outputs = linear(jnp.asarray(kernel)), [{"b": 1}, {"b": 4}], {}
@@ -230,7 +233,8 @@ def test_errors(tmp_path, monkeypatch):
     with pytest.raises(
         ImportError,
         match=r"LiteRT needs the packages litert-converter, ai-edge-litert and ai-edge-quan"
-        r"tizer: pip install 'fnet\[litert\]', then pip install --no-deps litert-converter==0.5.0. They "
+        r"tizer: pip install 'fnet\[litert\]', then pip install --no-deps litert-converter==0.5.0. "
+        r"They "
         r"exist for some versions of Python and systems alone; this is Python 3\.\d+ on \w+",
     ):
         program.litert(tmp_path / "f.tflite")
@@ -345,7 +349,8 @@ SPECIAL = np.array(
     np.float32,
 )
 FUNCTIONS = (
-    "neg sign log log1p expm1 exp2 sinh cosh asinh acosh atanh sqrt rsqrt cbrt abs floor ceil is_finite atan "
+    "neg sign log log1p expm1 exp2 sinh cosh asinh acosh atanh sqrt rsqrt cbrt abs floor ceil "
+    "is_finite atan "
     "asin acos"
 ).split()
 

@@ -1,4 +1,5 @@
-"""The compositions that LiteRT runs for gathers and scatters, evaluated by JAX, equal JAX's own; so does LiteRT."""
+"""The compositions that LiteRT runs for gathers and scatters, evaluated by JAX, equal JAX's own; so
+does LiteRT."""
 
 import jax
 import numpy as np

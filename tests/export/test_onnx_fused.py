@@ -279,7 +279,8 @@ def test_attention_with_masks(opset, fused, tmp_path):
         np.testing.assert_allclose(y, wanted, 1e-5, 1e-6)
 
 
-# In onnxruntime, NaN or Inf in a key that the mask hides reaches all queries of the Attention operator.
+# In onnxruntime, NaN or Inf in a key that the mask hides reaches all queries of the Attention
+# operator.
 @pytest.mark.filterwarnings("ignore:.*With finite inputs, the outputs agree")
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("name", CASES)

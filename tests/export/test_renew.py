@@ -1,4 +1,5 @@
-"""The stable form: evaluated by NumPy, and renewed as a program of the installed JAX. The golden bundle."""
+"""The stable form: evaluated by NumPy, and renewed as a program of the installed JAX. The golden
+bundle."""
 
 import json
 from pathlib import Path
@@ -276,7 +277,8 @@ def test_a_renewed_program_computes_the_same(name, tmp_path):
 
 
 def renews(name, folder):
-    """A bundle beyond JAX's window: JAX refuses its program, NumPy reads it, and the renewed one has all sizes."""
+    """A bundle beyond JAX's window: JAX refuses its program, NumPy reads it, and the renewed one
+    has all sizes."""
     f, params, _, shapes = build(name)
     x = [inputs(name, shape) for shape in shapes]
     export.program(f, params, **specs_of(name)).save(
@@ -353,7 +355,8 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_the_golden_bundle():
-    """Written by jax 0.10.2 (tests/export/make_golden.py); every later version of JAX and fnet has to read it."""
+    """Written by jax 0.10.2 (tests/export/make_golden.py); every later version of JAX and fnet has
+    to read it."""
     assert GOLDEN.stat().st_size < 1_000_000
     bundle = export.load(GOLDEN)
     assert bundle.manifest["versions"]["jax"] == "0.10.2"

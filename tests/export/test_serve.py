@@ -505,7 +505,8 @@ def test_slow_clients_and_the_token(files):
         slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
         for i, connection in enumerate(slow):
             head = (
-                b"POST /v2/models/digits/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+                b"POST /v2/models/digits/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+                b"100\r\n"
                 b"Authorization: Bearer a-long-secret\r\n"
             )
             connection.sendall(head[:20] if i % 2 else head + b"\r\n{")

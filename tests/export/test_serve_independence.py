@@ -1,4 +1,5 @@
-"""Whether the server combines, splits and pads rows: only if it has shown that they are independent."""
+"""Whether the server combines, splits and pads rows: only if it has shown that they are
+independent."""
 
 import json
 import threading

@@ -1,4 +1,5 @@
-"""The page of the server in headless Chromium: draw an image, send it, read the classes; generate a text."""
+"""The page of the server in headless Chromium: draw an image, send it, read the classes; generate a
+text."""
 
 import json
 import os

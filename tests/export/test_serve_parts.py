@@ -75,7 +75,8 @@ def test_an_error_reaches_all_requests_of_a_batch():
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A sum over a ragged axis of which only the first `lengths` elements count, and the running sum."""
+    """A sum over a ragged axis of which only the first `lengths` elements count, and the running
+    sum."""
 
     def f(params, x, lengths):
         inside = jnp.arange(x.shape[1])[None] < lengths[:, None]

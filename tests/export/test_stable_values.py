@@ -1,4 +1,5 @@
-"""The stable form on special values, in JAX (bit for bit) and in NumPy; no parameter of a primitive is dropped."""
+"""The stable form on special values, in JAX (bit for bit) and in NumPy; no parameter of a primitive
+is dropped."""
 
 import functools
 import random

@@ -1,4 +1,5 @@
-"""Bundles with dtypes of 64 bits, with and without jax_enable_x64; bundles of a later JAX; values that do not fit."""
+"""Bundles with dtypes of 64 bits, with and without jax_enable_x64; bundles of a later JAX; values
+that do not fit."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("quickly")
 NAMES = r"has the dtype {}, which JAX narrows without jax_enable_x64.*jax.config.update\('jax_enable_x64', True\)"
 THIRD = np.float64(1) / 3
 
-# name -> (function of the weight and of x, weight, dtype and values of x, the dtype that the error names)
+# name -> (function of the weight and of x, weight, dtype and values of x, the dtype that the error
+# names)
 WIDE = {
     "float64": (lambda p, x: jnp.cumsum(x * p), THIRD, "float64", np.arange(4.0) * 1e-9, "float64"),
     "int64": (lambda p, x: x + p, np.int64(2**40 + 1), "int64", np.array([2**41, -5, 7]), "int64"),
@@ -151,7 +153,8 @@ def test_complex_numbers_of_128_bits_are_refused(tmp_path):
 
 
 def test_wide_weights_without_x64(tmp_path):
-    """JAX computes with them in 32 bits, so the bundle has 32 bits; integers that do not fit are refused."""
+    """JAX computes with them in 32 bits, so the bundle has 32 bits; integers that do not fit are
+    refused."""
     program = export.program(
         lambda p, x: x * p["a"], {"a": np.array([[THIRD]])}, x=export.spec("b, 1")
     )
@@ -224,7 +227,8 @@ def test_traced_integers_are_not_narrowed(tmp_path):
 
 
 def test_a_bundle_of_a_later_jax(tmp_path, capsys):
-    """JAX 0.10 does not read what JAX 0.12 writes. Every way to run it names both versions and the remedy."""
+    """JAX 0.10 does not read what JAX 0.12 writes. Every way to run it names both versions and the
+    remedy."""
     digits(tmp_path / "f")
     archive, manifest, files = opened(tmp_path / "f")
     files["programs/predict.portable.jax"] = b"a later format"

@@ -27,7 +27,8 @@ def test_every_row_is_whole():
 
 
 def test_every_figure_of_the_file_names_a_field_it_doubts():
-    """What a row calls derived or unverified is a field it has: a misspelt one would vouch for a figure."""
+    """What a row calls derived or unverified is a field it has: a misspelt one would vouch for a
+    figure."""
     fields = {
         "bandwidth",
         "clock",

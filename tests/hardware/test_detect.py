@@ -86,8 +86,10 @@ def cpuinfo(
 ):
     return (
         "\n\n".join(
-            f"processor\t: {i}\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {number}\nmodel name\t: {model}\n"
-            f"cpu MHz\t\t: 2500.0\nphysical id\t: 0\ncore id\t\t: {i // threads_per_core}\nflags\t\t: fpu {flags}"
+            f"processor\t: {i}\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: "
+            f"{number}\nmodel name\t: {model}\n"
+            f"cpu MHz\t\t: 2500.0\nphysical id\t: 0\ncore id\t\t: "
+            f"{i // threads_per_core}\nflags\t\t: fpu {flags}"
             for i in range(n)
         )
         + "\n"

@@ -1,4 +1,5 @@
-"""The page of a graph in Chromium: clicks, keys, search, zoom, and widths. Skipped without a browser."""
+"""The page of a graph in Chromium: clicks, keys, search, zoom, and widths. Skipped without a
+browser."""
 
 import jax
 import pytest

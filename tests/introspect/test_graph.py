@@ -1,4 +1,5 @@
-"""graph: edges are those of the jaxpr, costs add up, layouts are readable, files load nothing and execute no name."""
+"""graph: edges are those of the jaxpr, costs add up, layouts are readable, files load nothing and
+execute no name."""
 
 import collections
 import dataclasses
@@ -69,8 +70,8 @@ CALLS = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 
 
 def flows(f, args, hidden):
-    """{(source, output, reader): types}: operations by their number in the order of the program, inputs as strings,
-    results as negative numbers."""
+    """{(source, output, reader): types}: operations by their number in the order of the program,
+    inputs as strings, results as negative numbers."""
     closed = jax.make_jaxpr(f)(*args)
     found, count = collections.defaultdict(set), iter(range(10**9))
     opened = lambda jaxpr: getattr(jaxpr, "jaxpr", jaxpr)

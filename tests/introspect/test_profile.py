@@ -149,7 +149,8 @@ def test_a_plain_function_is_forward_and_a_scan_has_its_paths():
 
 @pytest.mark.exhaustive
 def test_transformed_steps():
-    """A tuned and an autocast step keep their paths; a second call of a step with its own state works."""
+    """A tuned and an autocast step keep their paths; a second call of a step with its own state
+    works."""
     step = lambda params, x: jax.grad(lambda params: jnp.square(MODEL(params, x)).mean())(params)
     for changed in (ft.tune(step), ft.autocast(step, "bfloat16")):
         found = introspect.profile(changed, PARAMS, X, repeats=1)

@@ -33,7 +33,8 @@ def products(layer, *inputs, path=""):
 
 
 def test_dense():
-    """2 b i o forward, as much for the kernel's gradient, and once more for the input's of all but the first layer."""
+    """2 b i o forward, as much for the kernel's gradient, and once more for the input's of all but
+    the first layer."""
     assert products(nn.Dense(7), spec(3, 5)) == (2 * 3 * 5 * 7, 2 * 3 * 5 * 7)
     both = nn.Sequential(nn.Dense(7), nn.Dense(6))
     assert products(both, spec(3, 5), path="1") == (2 * 3 * 7 * 6, 4 * 3 * 7 * 6)

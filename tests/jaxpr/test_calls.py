@@ -1,4 +1,5 @@
-"""Bodies of equations depend on names inside JAX's equations: these tests say which name JAX has changed."""
+"""Bodies of equations depend on names inside JAX's equations: these tests say which name JAX has
+changed."""
 
 import jax
 import jax.numpy as jnp
@@ -76,13 +77,15 @@ def test_bodies(name):
     f, expected = CASES[name]
     equations = [e for e in jax.make_jaxpr(f)(X).jaxpr.eqns if e.primitive.name == name]
     assert equations, (
-        f"JAX {jax.__version__} no longer writes {name!r} into a jaxpr: see fnet/jaxpr/_calls.py, bodies"
+        f"JAX {jax.__version__} no longer writes {name!r} into a jaxpr: see fnet/jaxpr/_calls.py, "
+        f"bodies"
     )
     try:
         found = bodies(equations[0])
     except (KeyError, AttributeError) as error:
         pytest.fail(
-            f"JAX {jax.__version__} moved the parameter {error} of {name!r}: see fnet/jaxpr/_calls.py, bodies; "
+            f"JAX {jax.__version__} moved the parameter {error} of {name!r}: see "
+            f"fnet/jaxpr/_calls.py, bodies; "
             f"it now has {sorted(equations[0].params)}"
         )
     assert [(sub.kind, sub.times) for sub in found] == expected

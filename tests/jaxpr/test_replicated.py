@@ -1,4 +1,5 @@
-"""may_differ: which values of a mapped function may differ between devices; more in tests/transforms/test_pmap.py."""
+"""may_differ: which values of a mapped function may differ between devices; more in
+tests/transforms/test_pmap.py."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""rewrite: an empty rule changes nothing; a rule sees every equation once, anywhere, and is held to its outputs."""
+"""rewrite: an empty rule changes nothing; a rule sees every equation once, anywhere, and is held to
+its outputs."""
 
 import collections
 import re

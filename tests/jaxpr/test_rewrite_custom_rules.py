@@ -1,4 +1,5 @@
-"""rewrite and custom derivatives: what a user's rule is told, what its traces leave behind, and what results are."""
+"""rewrite and custom derivatives: what a user's rule is told, what its traces leave behind, and
+what results are."""
 
 import functools
 
@@ -17,7 +18,8 @@ X = jnp.arange(1.0, 4.0)
 
 
 def product(seen):
-    """x * y * i with a rule that notes which inputs are differentiated and which cotangents are zeros."""
+    """x * y * i with a rule that notes which inputs are differentiated and which cotangents are
+    zeros."""
 
     @jax.custom_vjp
     def f(x, y, i):

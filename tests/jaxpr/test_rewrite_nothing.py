@@ -1,4 +1,5 @@
-"""rewrite with an empty rule: the lowered program is the same to the letter, and jit's name, donation and shardings."""
+"""rewrite with an empty rule: the lowered program is the same to the letter, and jit's name,
+donation and shardings."""
 
 import collections
 import re
@@ -179,7 +180,8 @@ OUTER = {
     "vmap": lambda g: jax.vmap(g)(jnp.array([0.7, 0.8])),
     "scan": lambda g: lax.scan(lambda c, x: (c, g(x)), 0, jnp.array([0.7, 0.8]))[1],
 }
-# What JAX itself refuses: such functions may not close over what is differentiated, or be batched with it.
+# What JAX itself refuses: such functions may not close over what is differentiated, or be batched
+# with it.
 REFUSED = {
     ("grad", "custom_jvp"),
     ("grad", "custom_vjp"),

@@ -1,4 +1,5 @@
-"""Scopes: one path for an operation in the forward pass, the backward pass and recomputation, in jaxprs and in HLO."""
+"""Scopes: one path for an operation in the forward pass, the backward pass and recomputation, in
+jaxprs and in HLO."""
 
 import itertools
 import re
@@ -29,7 +30,8 @@ STACKS = [
     ("fc/jvp(fc)", "fc/fc", "forward"),
     ("fc/transpose(jvp(fc))", "fc/fc", "backward"),
     ("block/block", "block/block", "forward"),
-    # What JAX writes twice when it differentiates jax.checkpoint, also in second derivatives and under vmap.
+    # What JAX writes twice when it differentiates jax.checkpoint, also in second derivatives and
+    # under vmap.
     ("transpose(jvp(a))/jvp(a)", "a", "backward"),
     ("fc/transpose(jvp(fc))/jvp()", "fc", "backward"),
     ("top/transpose(jvp(a))/b/top/jvp(a)/b", "top/a/b", "backward"),

@@ -1,4 +1,5 @@
-"""A traced program is reused only for arguments of the same type and value, where Python's == is too coarse."""
+"""A traced program is reused only for arguments of the same type and value, where Python's == is
+too coarse."""
 
 import dataclasses
 import decimal

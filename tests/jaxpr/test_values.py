@@ -1,4 +1,5 @@
-"""A scalar constant of the traced function is an array for whoever calls the transformed function, as under jax.jit."""
+"""A scalar constant of the traced function is an array for whoever calls the transformed function,
+as under jax.jit."""
 
 import jax
 import jax.numpy as jnp

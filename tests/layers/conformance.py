@@ -32,7 +32,8 @@ FEW = [
 
 @functools.cache
 def prepared(name):
-    """(case, params, state, inputs), with a state that is not the initial one and biases that are not zero."""
+    """(case, params, state, inputs), with a state that is not the initial one and biases that are
+    not zero."""
     case = CASES[name]
     x = inputs(case)
     params, state = case.layer.init(jax.random.key(0), *x, **case.options)

@@ -1,7 +1,8 @@
-"""The table of every layer: how it is made, what it takes, what shape it gives. test_conformance.py drives it.
+"""The table of every layer: how it is made, what it takes, what shape it gives. test_conformance.py
+drives it.
 
-A layer that `fnet.layers` exports and this table lacks fails a test; so does a parameter name that differs from
-golden_names.json, which is written anew by
+A layer that `fnet.layers` exports and this table lacks fails a test; so does a parameter name that
+differs from golden_names.json, which is written anew by
 
     python tests/layers/layer_cases.py
 """

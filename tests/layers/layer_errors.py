@@ -7,7 +7,8 @@ from fnet import layers as nn
 
 CAUSAL = nn.Attention(2, causal=True)
 MASK = (
-    "Attention at the root: mask must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] of "
+    "Attention at the root: mask must be boolean (True: attend) with shape [t, s], [b, t, s] or "
+    "[b, h, t, s] of "
     "(2, 2, 4, 4); got "
 )
 
@@ -42,7 +43,8 @@ LAYER_ERRORS = {
     "stack of two shapes": (
         init(nn.Stack(nn.Dense(5), 2), ROWS),
         ValueError,
-        "Stack at the root: a block's output must have the shape and dtype of its first input; Dense "
+        "Stack at the root: a block's output must have the shape and dtype of its first input; "
+        "Dense "
         "maps float32[2, 4] to float32[2, 5]",
     ),
     "stack of fewer than none": (
@@ -65,7 +67,8 @@ LAYER_ERRORS = {
     "conv without batch": (
         init(nn.Conv(4, (3, 3)), IMAGES[0]),
         ValueError,
-        "Conv at the root: expected 4 axes for window (3, 3); got shape (8, 8, 3); add a batch axis: "
+        "Conv at the root: expected 4 axes for window (3, 3); got shape (8, 8, 3); add a batch "
+        "axis: "
         "x[None]",
     ),
     "conv strides": (
@@ -76,13 +79,15 @@ LAYER_ERRORS = {
     "conv padding": (
         init(nn.Conv(4, 3, padding="same"), IMAGES),
         ValueError,
-        "Conv at the root: padding must be 'SAME', 'VALID', 'CAUSAL' (one dimension) or explicit; got "
+        "Conv at the root: padding must be 'SAME', 'VALID', 'CAUSAL' (one dimension) or explicit; "
+        "got "
         "'same' for 2 dimensions",
     ),
     "conv explicit padding": (
         init(nn.Conv(4, 3, padding=[1]), IMAGES),
         ValueError,
-        "Conv at the root: explicit padding must be a number or a (before, after) pair for each of 2 "
+        "Conv at the root: explicit padding must be a number or a (before, after) pair for each of "
+        "2 "
         "dimensions; got (1,)",
     ),
     "conv groups": (
@@ -144,7 +149,8 @@ LAYER_ERRORS = {
     "group norm groups": (
         init(nn.GroupNorm(3), ROWS),
         ValueError,
-        "GroupNorm at the root: expected [batch, ..., channels] with channels a multiple of groups=3; "
+        "GroupNorm at the root: expected [batch, ..., channels] with channels a multiple of "
+        "groups=3; "
         "got shape (2, 4)",
     ),
     "batch norm without batch": (
@@ -157,7 +163,8 @@ LAYER_ERRORS = {
             NORM_PARAMS["1"], ROWS, jnp.ones(3), state=NORM_STATE["1"], train=True
         ),
         ValueError,
-        "BatchNorm at the root: weight must have the input's shape without channels (2,), or its first "
+        "BatchNorm at the root: weight must have the input's shape without channels (2,), or its "
+        "first "
         "axes; got (3,)",
     ),
     # attention
@@ -169,7 +176,8 @@ LAYER_ERRORS = {
     "attention to another batch": (
         init(nn.Attention(2), TIMES, jnp.ones((3, 4, 4))),
         ValueError,
-        "Attention at the root: expected [batch, time, features]; got (2, 4, 4) with context (3, 4, 4)",
+        "Attention at the root: expected [batch, time, features]; got (2, 4, 4) with context (3, "
+        "4, 4)",
     ),
     "attention heads": (
         init(nn.Attention(3), TIMES),
@@ -229,7 +237,8 @@ LAYER_ERRORS = {
     "attention cache": (
         lambda: CAUSAL(CAUSAL.init(KEY, TIMES)[0], jnp.ones((3, 1, 4)), state=CAUSAL.cache(TIMES)),
         ValueError,
-        "Attention at the root: keys (3, 1, 2, 2) do not match the cache (2, 2, 4, 2); create it with "
+        "Attention at the root: keys (3, 1, 2, 2) do not match the cache (2, 2, 4, 2); create it "
+        "with "
         "model.cache for inputs of this batch size",
     ),
 }

@@ -142,7 +142,8 @@ FIRST = "the first argument must be a Scope (inside a model) or a dict of parame
 TWICE = "use another name, or, to share its parameters, keep the scope in a variable"
 RESERVED = "is a reserved name and cannot be an input; rename it, or use scope.key(), scope.state(...) or scope.train"
 FIELDS = (
-    "a layer's fields must be numbers, strings, functions, layers or tuples of them, and arrays belong in "
+    "a layer's fields must be numbers, strings, functions, layers or tuples of them, and arrays "
+    "belong in "
     "params; got"
 )
 PURE = "inside a jax transform (scan, cond, vmap, jit, ...); use scope.pure"
@@ -195,13 +196,15 @@ MODEL_ERRORS = {
     "parameter missing": (
         lambda: MLP({"0": PARAMS["0"]}, ROWS),
         ValueError,
-        "'head/kernel': expected shape (5, 3) for this input, but params has no such array (the root "
+        "'head/kernel': expected shape (5, 3) for this input, but params has no such array (the "
+        "root "
         "contains 0)",
     ),
     "parameter misspelled": (
         lambda: MLP({"0": PARAMS["0"], "heads": PARAMS["head"]}, ROWS),
         ValueError,
-        "'head/kernel': expected shape (5, 3) for this input, but params has no such array (the root "
+        "'head/kernel': expected shape (5, 3) for this input, but params has no such array (the "
+        "root "
         "contains 0, heads; did you mean 'heads'?)",
     ),
     "bias missing": (
@@ -227,7 +230,8 @@ MODEL_ERRORS = {
             ROWS,
         ),
         ValueError,
-        "Sequential: arrays do not match the model: 'head/kernel': expected shape (5, 3), got (4, 4) "
+        "Sequential: arrays do not match the model: 'head/kernel': expected shape (5, 3), got (4, "
+        "4) "
         "in params; 'head/bias' (3,) is missing; 'extra/w' (3,) is not used",
     ),
     "check state": (
@@ -235,7 +239,8 @@ MODEL_ERRORS = {
             NORM_PARAMS, ROWS, state={"1": {"mean": jnp.ones(4), "var": jnp.ones(5)}}
         ),
         ValueError,
-        "Sequential: arrays do not match the model: '1/var': expected shape (4,), got (5,) in state",
+        "Sequential: arrays do not match the model: '1/var': expected shape (4,), got (5,) in "
+        "state",
     ),
     "check of a tuple": (
         lambda: MLP.check((PARAMS, {}), ROWS),
@@ -266,7 +271,8 @@ MODEL_ERRORS = {
     "state empty": (
         lambda: NORM(NORM_PARAMS, ROWS, state={}),
         ValueError,
-        "'1/mean': expected shape (4,) for this input, but state has no such array (the root contains "
+        "'1/mean': expected shape (4,) for this input, but state has no such array (the root "
+        "contains "
         "nothing)",
     ),
     "state of another shape": (
@@ -340,7 +346,8 @@ MODEL_ERRORS = {
     "a scope shared between shapes": (
         init(shared_between_shapes(), ROWS),
         ValueError,
-        "'a/kernel': expected shape (5, 4), but in the same model it was (4, 5) before; share a scope "
+        "'a/kernel': expected shape (5, 4), but in the same model it was (4, 5) before; share a "
+        "scope "
         "only between layers of one shape, or use another name",
     ),
     "name a number": (
@@ -378,7 +385,8 @@ MODEL_ERRORS = {
     "update undeclared": (
         lambda: undeclared()({}, ROWS, state={}),
         ValueError,
-        "undeclared updates the state 'n', which is missing in the state that was passed in; declare "
+        "undeclared updates the state 'n', which is missing in the state that was passed in; "
+        "declare "
         "it with scope.state",
     ),
     "update of another shape": (
@@ -417,7 +425,8 @@ MODEL_ERRORS = {
     "called at once": (
         lambda: name_twice(ROWS),
         TypeError,
-        "name_twice: expected options by keyword, because this constructs a layer; to call it, write "
+        "name_twice: expected options by keyword, because this constructs a layer; to call it, "
+        "write "
         "name_twice(...)(scope, x)",
     ),
     "no forward": (

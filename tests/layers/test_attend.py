@@ -1,4 +1,5 @@
-"""dot_product_attention against the formula and jax.nn's own, in every direction that a derivative can be taken in."""
+"""dot_product_attention against the formula and jax.nn's own, in every direction that a derivative
+can be taken in."""
 
 import functools
 
@@ -411,8 +412,10 @@ Q, K = jnp.ones((2, 5, 4, 3)), jnp.ones((2, 7, 2, 3))
         (
             lambda: dot_product_attention(Q[0], K, K),
             ValueError,
-            "dot_product_attention: expected query [batch, time, heads, head_dim], and key and value [batch, keys, key/value "
-            "heads, head_dim] with equal batch and head_dim; got query (5, 4, 3), key (2, 7, 2, 3), value (2, 7, 2, 3)",
+            "dot_product_attention: expected query [batch, time, heads, head_dim], and key and "
+            "value [batch, keys, key/value "
+            "heads, head_dim] with equal batch and head_dim; got query (5, 4, 3), key (2, 7, 2, "
+            "3), value (2, 7, 2, 3)",
         ),
         (
             lambda: dot_product_attention(Q, K[:, :, :1].repeat(3, 2), K[:, :, :1].repeat(3, 2)),
@@ -422,13 +425,15 @@ Q, K = jnp.ones((2, 5, 4, 3)), jnp.ones((2, 7, 2, 3))
         (
             lambda: dot_product_attention(Q, K, K.astype(jnp.bfloat16)),
             TypeError,
-            "dot_product_attention: query, key and value must have one floating-point dtype; got float32, float32 and "
+            "dot_product_attention: query, key and value must have one floating-point dtype; got "
+            "float32, float32 and "
             "bfloat16",
         ),
         (
             lambda: dot_product_attention(Q, K, K, mask=jnp.ones((5, 5), bool)),
             ValueError,
-            "dot_product_attention: mask must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] of "
+            "dot_product_attention: mask must be boolean (True: attend) with shape [t, s], [b, t, "
+            "s] or [b, h, t, s] of "
             "(2, 4, 5, 7); got bool[5, 5]",
         ),
         (

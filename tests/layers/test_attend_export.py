@@ -113,7 +113,8 @@ def test_why_a_kernel_is_refused():
             "a kernel needs concrete sizes, and these are symbolic"
         )
         assert flash.refusal(platform, form, jnp.bfloat16, q, q, "portable") == (
-            "a program that is exported or lowered for several platforms must not depend on a kernel's library"
+            "a program that is exported or lowered for several platforms must not depend on a "
+            "kernel's library"
         )
 
 

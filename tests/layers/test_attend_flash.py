@@ -1,7 +1,8 @@
-"""The kernels of attention: which are chosen, that they are called as JAX calls them, and what is done around them.
+"""The kernels of attention: which are chosen, that they are called as JAX calls them, and what is
+done around them.
 
-No GPU or TPU runs here. cuDNN's kernels are lowered for, and held to what jax.nn lowers to; splash attention is run in
-Pallas' interpreter, and compiled for a TPU where libtpu is installed.
+No GPU or TPU runs here. cuDNN's kernels are lowered for, and held to what jax.nn lowers to; splash
+attention is run in Pallas' interpreter, and compiled for a TPU where libtpu is installed.
 """
 
 import functools
@@ -262,7 +263,8 @@ def test_splash_attention_in_pallas_interpreter(options, monkeypatch):
 
 
 def stand_in(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True):
-    """What cuDNN documents that it computes; where a row has no keys, something that is not a number."""
+    """What cuDNN documents that it computes; where a row has no keys, something that is not a
+    number."""
 
     def forward(q, k, v):
         h, t, s = q.shape[2], q.shape[1], k.shape[1]

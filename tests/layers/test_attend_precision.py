@@ -1,4 +1,5 @@
-"""Attention under autocast: products in 16 bits, softmax and gradients in float32, and which form is taken."""
+"""Attention under autocast: products in 16 bits, softmax and gradients in float32, and which form
+is taken."""
 
 import jax
 import jax.numpy as jnp

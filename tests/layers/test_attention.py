@@ -1,4 +1,5 @@
-"""Attention against jax.nn's own, its masks by what they hide, its cache against the whole sequence at once."""
+"""Attention against jax.nn's own, its masks by what they hide, its cache against the whole sequence
+at once."""
 
 import jax
 import jax.numpy as jnp
@@ -264,7 +265,8 @@ def test_without_a_cache_state_stays_empty():
 
 
 def test_softmax_is_taken_in_float32():
-    # Logits of some thousands: their bfloat16 neighbors differ by 16, their float16 ones overflow soon.
+    # Logits of some thousands: their bfloat16 neighbors differ by 16, their float16 ones overflow
+    # soon.
     layer, params = made()
     params = params | {"query": jax.tree.map(lambda a: 60 * a, params["query"])}
     for dtype in (jnp.bfloat16, jnp.float16):

@@ -1,4 +1,5 @@
-"""Sequential, Residual, Parallel, Stack, Remat: their arithmetic, their names, what they keep and compute again."""
+"""Sequential, Residual, Parallel, Stack, Remat: their arithmetic, their names, what they keep and
+compute again."""
 
 import jax
 import jax.numpy as jnp

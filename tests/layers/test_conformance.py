@@ -219,7 +219,8 @@ def test_sharded_equals_one_device(name):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled(KINDS, [*FEW, "MixtureOfExperts"]))
 def test_gradient_in_shard_map_equals_one_device(name):
-    """Each device computes its rows. JAX adds the gradients of the parameters, because all devices share them."""
+    """Each device computes its rows. JAX adds the gradients of the parameters, because all devices
+    share them."""
     case, params, state, x = prepared(name)
 
     def gradient(params, state, *x):

@@ -1,4 +1,5 @@
-"""linear_cross_entropy: the numbers of Optax on whole logits, in pieces of which none is kept; its errors."""
+"""linear_cross_entropy: the numbers of Optax on whole logits, in pieces of which none is kept; its
+errors."""
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,8 @@ def test_whole_logits_never_exist(cast):
 
 @pytest.mark.parametrize(("rows", "largest"), [(8, 8 * 1024), (32, 32 * 256), (4096, 4096 * 64)])
 def test_the_default_is_one_chunk_up_to_2_gibibytes(rows, largest):
-    """For 32 texts of 1,024 tokens, four chunks of 2^28.6 logits; a chunk has at least 64 positions."""
+    """For 32 texts of 1,024 tokens, four chunks of 2^28.6 logits; a chunk has at least 64
+    positions."""
     x, kernel = (
         jax.ShapeDtypeStruct((rows, 1024, 16), jnp.float32),
         jax.ShapeDtypeStruct((16, 50257), jnp.float32),
@@ -203,7 +205,8 @@ def test_models(model):
         (dict(x=LABELS[..., None]), r"expected floating-point x .*; got int32\[2, 12, 1\]"),
         (
             dict(kernel=KERNEL.T),
-            r"expected a floating-point kernel \[8, vocab_size\] for x of shape \[2, 12, 8\]; got float32\[37, 8\]",
+            r"expected a floating-point kernel \[8, vocab_size\] for x of shape \[2, 12, 8\]; got "
+            r"float32\[37, 8\]",
         ),
         (dict(labels=LABELS[:, :3]), r"expected integer labels \[2, 12\] .*; got int32\[2, 3\]"),
         (dict(labels=X[..., 0]), r"expected integer labels \[2, 12\] .*; got float32\[2, 12\]"),

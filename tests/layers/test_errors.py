@@ -1,4 +1,5 @@
-"""Wrong inputs of new users: each raises a one-line error that states what was given and expected, and what to do."""
+"""Wrong inputs of new users: each raises a one-line error that states what was given and expected,
+and what to do."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""MixtureOfExperts against loops over tokens and experts in NumPy, its capacity, its losses, and eight devices."""
+"""MixtureOfExperts against loops over tokens and experts in NumPy, its capacity, its losses, and
+eight devices."""
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,8 @@ def dense(layer, params, x):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("capacity", [None, 4.0])
 def test_derivatives(capacity):
-    """Gradients, and Hessians times vectors, of the layer and of plain JAX operations. No token is dropped."""
+    """Gradients, and Hessians times vectors, of the layer and of plain JAX operations. No token is
+    dropped."""
     layer, x = nn.MixtureOfExperts(4, 5, capacity=capacity), random(2, 30, 6)
     params, _ = layer.init(KEY, x)
 
@@ -189,7 +191,8 @@ def test_experts_on_eight_devices(capacity):
 
 
 def test_half_precision_keeps_the_routing():
-    """Weights are computed in float32, so that bfloat16 changes values only by the rounding of products."""
+    """Weights are computed in float32, so that bfloat16 changes values only by the rounding of
+    products."""
     layer, x = nn.MixtureOfExperts(4, 16), random(64, 8)
     params, _ = layer.init(KEY, x)
     y = jax.jit(ft.autocast(layer, "bfloat16", rules={"router": "float32"}))(params, x)

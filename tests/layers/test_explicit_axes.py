@@ -1,4 +1,5 @@
-"""Layers and models on meshes with explicit axes (those of `jax.make_mesh`): the results are those of one device."""
+"""Layers and models on meshes with explicit axes (those of `jax.make_mesh`): the results are those
+of one device."""
 
 import functools
 
@@ -24,7 +25,8 @@ KEY = jax.random.key(7)
 
 
 def value_and_gradient(f, params, state, *x):
-    """(loss, outputs, gradients of the parameters and of the floating-point inputs) of f(params, state, *x)."""
+    """(loss, outputs, gradients of the parameters and of the floating-point inputs) of f(params,
+    state, *x)."""
     moving = [i for i, array in enumerate(x) if jnp.issubdtype(array.dtype, jnp.floating)]
 
     def loss(params, *floats):

@@ -1,4 +1,5 @@
-"""Names, methods and habits of other libraries: each error shows fnet's form in one line. And what help() shows."""
+"""Names, methods and habits of other libraries: each error shows fnet's form in one line. And what
+help() shows."""
 
 import dataclasses
 import inspect
@@ -25,7 +26,8 @@ X = jnp.ones((2, 4))
         ("Linear", "fnet.layers has no 'Linear'; use nn.Dense(features)"),
         (
             "Conv2d",
-            "fnet.layers has no 'Conv2d'; use nn.Conv(features, kernel_size), with inputs [batch, *space, channels]",
+            "fnet.layers has no 'Conv2d'; use nn.Conv(features, kernel_size), with inputs [batch, "
+            "*space, channels]",
         ),
         ("ReLU", "fnet.layers has no 'ReLU'; use the function jax.nn.relu"),
         (
@@ -69,7 +71,8 @@ def test_the_forms_in_the_hints_exist():
         ("eval", "; a call is inference unless it has train=True: model(params, x)"),
         (
             "backward",
-            "; jax.value_and_grad(loss)(params, batch) returns the gradients, and Optax updates the parameters",
+            "; jax.value_and_grad(loss)(params, batch) returns the gradients, and Optax updates "
+            "the parameters",
         ),
         ("xyz", ""),
     ],
@@ -90,7 +93,8 @@ def test_assignment_in_init():
     with pytest.raises(dataclasses.FrozenInstanceError) as caught:
         Net()
     assert str(caught.value) == (
-        "cannot assign Net.fc: a layer is immutable; declare options as fields of the class, and create layers in "
+        "cannot assign Net.fc: a layer is immutable; declare options as fields of the class, and "
+        "create layers in "
         "forward, e.g. nn.Dense(10)(scope['fc'], x)"
     )
     with pytest.raises(

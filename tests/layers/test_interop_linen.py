@@ -1,4 +1,5 @@
-"""flax.linen modules as layers and layers as linen modules: equal values, names, state and gradients."""
+"""flax.linen modules as layers and layers as linen modules: equal values, names, state and
+gradients."""
 
 import functools
 import pickle
@@ -285,7 +286,8 @@ def test_layer_in_linen_equals_the_layer():
 
 
 class Outer(linen.Module):
-    """fnet's CNN twice, with its own name and with a given one, and shared, beside a module of Flax's."""
+    """fnet's CNN twice, with its own name and with a given one, and shared, beside a module of
+    Flax's."""
 
     @linen.compact
     def __call__(self, x, train=False):

@@ -149,7 +149,8 @@ def test_nnx_layer_with_constants_counters_and_draws():
     for hold in (jnp.square, numpys):
         with raises(
             TypeError,
-            "'constant' is an array outside of a variable; store it as nnx.Variable(array), so that "
+            "'constant' is an array outside of a variable; store it as nnx.Variable(array), so "
+            "that "
             "it is part of the layer's state",
         ):
             nn.from_nnx(Arrays, hold=hold).init(jax.random.key(0), x)

@@ -43,7 +43,8 @@ def test_derivatives_of_every_kind_trace(name):
 
 
 def flat(name):
-    """The layer as a function of one vector of parameters and float inputs, in float64, and that vector."""
+    """The layer as a function of one vector of parameters and float inputs, in float64, and that
+    vector."""
     case, params, state, _ = prepared(name)
     params, state = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, state))
     x = inputs(case, 2, jnp.float64)

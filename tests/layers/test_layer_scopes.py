@@ -1,4 +1,5 @@
-"""The scope of a layer's equations is the path of its arrays, and a stack costs linearly in its depth."""
+"""The scope of a layer's equations is the path of its arrays, and a stack costs linearly in its
+depth."""
 
 import re
 

@@ -157,7 +157,8 @@ def test_batch_norm_without_an_axis_is_local_under_vmap():
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mean", [0.0, 1e3, -1e6])
 def test_batch_norm_is_accurate_for_large_means(mean):
-    """One pass over x, with sums of x - shift: with sums of x and x squared, the variance would be lost."""
+    """One pass over x, with sums of x - shift: with sums of x and x squared, the variance would be
+    lost."""
     x = (np.random.default_rng(0).normal(mean, [0.5, 2, 8], (64, 9, 9, 3))).astype(np.float32)
     norm, deviation = nn.BatchNorm(momentum=0.0), x.astype(np.float64).std((0, 1, 2))
     params, state = norm.init(jax.random.key(0), x)

@@ -1,4 +1,5 @@
-"""fnet's layers cost nothing: a train step lowers to the operations of the same model written by hand in jnp."""
+"""fnet's layers cost nothing: a train step lowers to the operations of the same model written by
+hand in jnp."""
 
 import re
 from collections import Counter
@@ -176,9 +177,9 @@ MODELS = {
 }
 
 
-# The backward pass of attention names the product of queries and keys again, which the compiler finds to be the forward
-# pass's, and has one sum less than that of a softmax. BatchNorm computes its statistics in one pass, with fewer sums
-# than the mean and variance by hand.
+# The backward pass of attention names the product of queries and keys again, which the compiler
+# finds to be the forward pass's, and has one sum less than that of a softmax. BatchNorm computes
+# its statistics in one pass, with fewer sums than the mean and variance by hand.
 APART = {"gpt": Counter(dot_general=1, reduce=-1), "cnn": Counter(reduce=-4)}
 
 
@@ -222,8 +223,9 @@ def test_operations_counts_each_call():
     "norm", [nn.LayerNorm(), nn.RMSNorm(), nn.GroupNorm(4), nn.BatchNorm()], ids=str
 )
 def test_residual_gradient_is_computed_once(norm):
-    """What XLA:CPU fuses in a gradient reads no more arrays in deeper networks: where the gradient of a residual stream
-    is not kept, each block computes it again from those of all blocks behind."""
+    """What XLA:CPU fuses in a gradient reads no more arrays in deeper networks: where the gradient
+    of a residual stream is not kept, each block computes it again from those of all blocks
+    behind."""
 
     @nn.layer
     def model(scope, x, *, depth):

@@ -1,4 +1,5 @@
-"""RNN, LSTM and GRU: Flax's numbers, ragged batches as one by one, both directions, the carry, precision, errors."""
+"""RNN, LSTM and GRU: Flax's numbers, ragged batches as one by one, both directions, the carry,
+precision, errors."""
 
 import dataclasses
 import functools
@@ -40,7 +41,8 @@ def close(got, want, tolerance=2e-6):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-# Flax's cells by the gates' names: the input's kernels, the recurrent kernels, and where the biases are.
+# Flax's cells by the gates' names: the input's kernels, the recurrent kernels, and where the biases
+# are.
 FLAX = {
     "RNN": (linen.SimpleCell, ["i"], ["h"], "i"),
     "LSTM": (linen.OptimizedLSTMCell, ["ii", "if", "ig", "io"], ["hi", "hf", "hg", "ho"], "h"),
@@ -243,7 +245,8 @@ def test_sixteen_bits_keep_a_wide_carry(kind):
     wide = gradient(params, narrow.astype(jnp.float32))
     for name, got in gradient(params, narrow).items():
         assert got.dtype == jnp.float32
-        # The kernel's is one dot over all 800 rows, which JAX 0.12 on a CPU sums up in 16 bits (0.07 off with AMX).
+        # The kernel's is one dot over all 800 rows, which JAX 0.12 on a CPU sums up in 16 bits
+        # (0.07 off with AMX).
         limit = 0.12 if name == "kernel" else 0.02
         assert jnp.linalg.norm(got - wide[name]) < limit * jnp.linalg.norm(wide[name]), name
 
@@ -275,8 +278,8 @@ def test_activation():
 
 @every
 def test_one_product_for_each_step(kind):
-    """The inputs are multiplied ahead of the scan, and no step slices a gate out of an array of all times, which
-    XLA:CPU does one element at a time."""
+    """The inputs are multiplied ahead of the scan, and no step slices a gate out of an array of all
+    times, which XLA:CPU does one element at a time."""
     layer, params, x = made(kind)
 
     def equations(jaxpr):
@@ -353,7 +356,8 @@ def test_errors(call, error, text):
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "GRU at the root: expected a carry of shape {forward: (4, 5), backward: (4, 5)}; got (4, 5)"
+            "GRU at the root: expected a carry of shape {forward: (4, 5), backward: (4, 5)}; got "
+            "(4, 5)"
         ),
     ):
         two_ways.scan(params, x, jnp.zeros((4, 5)))

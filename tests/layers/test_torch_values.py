@@ -1,6 +1,7 @@
 """Every layer with a twin in PyTorch, against PyTorch's numbers: outputs, state and gradients.
 
-The numbers stand in tests/reference/torch_<family>.npz; tests/reference/README.md says how they were made.
+The numbers stand in tests/reference/torch_<family>.npz; tests/reference/README.md says how they
+were made.
 """
 
 import functools
@@ -245,7 +246,8 @@ def test_every_layer_has_cases_or_no_twin():
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_dropout_has_torchs_statistics(rate):
-    """PyTorch's Dropout is a distribution: each entry is 0 with probability rate, else x / (1 - rate)."""
+    """PyTorch's Dropout is a distribution: each entry is 0 with probability rate, else x / (1 -
+    rate)."""
     x = np.arange(1, 20001, dtype=np.float32).reshape(100, 200)
     y = np.asarray(nn.Dropout(rate)({}, x, train=True, key=jax.random.key(0)))
     kept = y != 0

@@ -168,7 +168,8 @@ def test_save_and_load(name, tmp_path):
             (
                 {"lm_head": pair(16, 24)},
                 {"init_lora_weights": kind},
-                f"init_lora_weights='{kind}' is not supported; expected True; it changes the base weights",
+                f"init_lora_weights='{kind}' is not supported; expected True; it changes the base "
+                f"weights",
             )
             for kind in (
                 "pissa",
@@ -316,7 +317,8 @@ def test_missing_files_and_changes(tmp_path):
 
 
 def test_convolutions_and_tables(tmp_path):
-    """PEFT's factors of a Conv2d are a convolution and one of width 1; those of an Embedding have other names."""
+    """PEFT's factors of a Conv2d are a convolution and one of width 1; those of an Embedding have
+    other names."""
     model = models.ResNet((1, 1), bottleneck=False, classes=3, width=4)
     params, state = model.init(jax.random.key(0), jnp.ones((1, 16, 16, 3)))
     adapted = jax.tree.map(
@@ -365,7 +367,8 @@ def test_convolutions_and_tables(tmp_path):
 
 
 def test_a_tied_table(tmp_path):
-    """PEFT changes the table and the head separately, so the file has the change twice, once transposed."""
+    """PEFT changes the table and the head separately, so the file has the change twice, once
+    transposed."""
     model = dataclasses.replace(MODELS["llama"], tied=True)
     params, _ = model.init(jax.random.key(0), TOKENS)
     adapted = jax.tree.map(
@@ -387,7 +390,8 @@ def test_a_tied_table(tmp_path):
 
 
 def test_rotary_pairs(tmp_path):
-    """Changes of a model with pairs (0, 1), (2, 3), ... are written for transformers' pairs (i, i + head_dim / 2)."""
+    """Changes of a model with pairs (0, 1), (2, 3), ... are written for transformers' pairs (i, i +
+    head_dim / 2)."""
     model, params = start("llama")
     pairs = dataclasses.replace(model, interleaved=True)
     adapted = jax.tree.map(

@@ -1,4 +1,5 @@
-"""Captured values and cotangents of models: equal to what their layers return while the model runs unrolled."""
+"""Captured values and cotangents of models: equal to what their layers return while the model runs
+unrolled."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ def unrolled(layer, scope, x, *rest, **options):
 
 
 class Recorder:
-    """Records what every layer returns, {path: [outputs]}, and adds `offsets` of that structure to it."""
+    """Records what every layer returns, {path: [outputs]}, and adds `offsets` of that structure to
+    it."""
 
     def start(self, offsets=None):
         self.values, self.offsets, self.trace = {}, offsets, _jax.trace_state()

@@ -1,4 +1,5 @@
-"""Chat templates against texts rendered by transformers (tests/reference/verify_chat.py), their limits, and `chat`."""
+"""Chat templates against texts rendered by transformers (tests/reference/verify_chat.py), their
+limits, and `chat`."""
 
 import builtins
 import datetime
@@ -195,7 +196,8 @@ def test_folders_without_a_template(tmp_path):
 
 
 def test_a_special_token_that_the_class_of_the_tokenizer_defines(tmp_path):
-    """LlamaTokenizer has a bos_token that is not in the file; an undefined one would be rendered as an empty text."""
+    """LlamaTokenizer has a bos_token that is not in the file; an undefined one would be rendered as
+    an empty text."""
     read = models.ChatTemplate.read(
         write(tmp_path, "{{ bos_token }}a", tokenizer_class="LlamaTokenizer")
     )
@@ -244,15 +246,18 @@ def test_messages_of_another_form(messages, text):
     ("template", "text"),
     [
         (
-            "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% "
+            "endfor %}",
             "more than 16",
         ),
         (
-            "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% "
+            "endfor %}",
             "more than 16,7",
         ),
         (
-            "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
+            "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% "
+            "endset %}"
             "{% set n.x = y %}{% endfor %}",
             "more than 16,7",
         ),
@@ -265,7 +270,8 @@ def test_messages_of_another_form(messages, text):
             "131,072 iterations",
         ),
         (
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ "
+            "f(99) }}",
             "131,072 iter",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
@@ -382,7 +388,8 @@ def test_an_answer_continues_the_rendered_text(decoder):
 
 
 class Special:
-    """Characters, and a tokenizer.json's token that is added to each text unless special_tokens is False."""
+    """Characters, and a tokenizer.json's token that is added to each text unless special_tokens is
+    False."""
 
     def __init__(self, words, stop):
         self.words, self.stop, self.chat_template, self.seen = words, stop, TEMPLATE, []

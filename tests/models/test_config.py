@@ -1,4 +1,5 @@
-"""config.json beside weights: what was published is accepted, every other value of every field is an error."""
+"""config.json beside weights: what was published is accepted, every other value of every field is
+an error."""
 
 import dataclasses
 import re
@@ -31,7 +32,8 @@ def test_published_configurations_are_those_of_the_presets(name, tmp_path):
         model,
         config | {"new_field": [1.5]},
         r"does not describe this \w+: 'new_field' is \[1.5\], "
-        "which fnet does not know. If a field has no effect on the output, load with check_config=False$",
+        "which fnet does not know. If a field has no effect on the output, load with "
+        "check_config=False$",
     )
 
 
@@ -120,8 +122,10 @@ def test_an_absent_field_has_transformers_default(name, tmp_path):
     [
         (
             {"rope_scaling": LLAMA_31["rope_scaling"]},
-            r"'rope_scaling' is \{'factor': 8.0, .*\}, the model has rope_scaling=None. Use dataclasses.replace\(model, "
-            r"rope_scaling=Llama3Scaling\(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192\)\)$",
+            r"'rope_scaling' is \{'factor': 8.0, .*\}, the model has rope_scaling=None. Use "
+            r"dataclasses.replace\(model, "
+            r"rope_scaling=Llama3Scaling\(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, "
+            r"original_context=8192\)\)$",
         ),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},

@@ -1,4 +1,5 @@
-"""The families of decoders: files of transformers, its logits, and the same model through every use of a decoder."""
+"""The families of decoders: files of transformers, its logits, and the same model through every use
+of a decoder."""
 
 import dataclasses
 import json
@@ -75,7 +76,8 @@ def test_logits_and_text(loaded, tmp_path):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ALTERNATING)
 def test_alternating_blocks(name):
-    """Stacked and separate blocks, their caches, gradients, quantized and low-rank parameters, one program for each."""
+    """Stacked and separate blocks, their caches, gradients, quantized and low-rank parameters, one
+    program for each."""
     model, params, _ = pretrained.load(FOLDERS[name], dtype=jnp.float32)
     tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % model.vocab_size
     single, apart = models.unstack(model, params)
@@ -134,7 +136,8 @@ def test_periods():
 
 
 def test_long_texts():
-    """Angles that depend on the length: a prompt beyond the original context, with and without a cache."""
+    """Angles that depend on the length: a prompt beyond the original context, with and without a
+    cache."""
     model = models.Decoder(
         16, 8, 2, 2, 1, 8, rope_scaling=models.LongScaling((1.0, 1.5), (3.0, 9.0), 10, 1.2)
     )
@@ -209,7 +212,8 @@ def test_invalid_options(options, text):
 
 
 def test_gpt_options():
-    """The scores of block i of two are those of a block whose queries are divided by i and sqrt(head_dim)."""
+    """The scores of block i of two are those of a block whose queries are divided by i and
+    sqrt(head_dim)."""
     tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
     model = models.GPT(
         16, 8, 2, 2, context=8, hidden=12, scale_scores=False, tied=False, activation="relu"
@@ -233,8 +237,8 @@ def test_gpt_options():
     assert old.spec(tokens).params.keys() == params.keys() - {"head"}
 
 
-# Altered fields of config.json that are errors. `make verify-pretrained ARGS=altered_decoders` alters every field, and
-# compares what loads with transformers.
+# Altered fields of config.json that are errors. `make verify-pretrained ARGS=altered_decoders`
+# alters every field, and compares what loads with transformers.
 REFUSED = {
     "llama": [
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},

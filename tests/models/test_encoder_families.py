@@ -1,6 +1,8 @@
-"""Encoders and vision models from a folder with config.json, against the outputs of transformers and timm.
+"""Encoders and vision models from a folder with config.json, against the outputs of transformers
+and timm.
 
-The outputs are in tests/reference/encoders.npz; tests/reference/make_encoder_fixtures.py wrote them.
+The outputs are in tests/reference/encoders.npz; tests/reference/make_encoder_fixtures.py wrote
+them.
 """
 
 import dataclasses
@@ -48,7 +50,8 @@ QUICK = [
 
 
 def written(case, folder, **changes):
-    """The folder that transformers or timm writes, with changed fields of config.json; returns its weights."""
+    """The folder that transformers or timm writes, with changed fields of config.json; returns its
+    weights."""
     held = reference()
     weights = drawn.weights(json.loads(str(held[f"{case}/shapes"])))
     assert drawn.checksum(weights) == held[f"{case}/checksum"], (
@@ -117,7 +120,8 @@ def test_an_encoder_reads_the_file_of_a_model_with_a_head(tmp_path):
 
 
 def test_one_head_of_the_file_of_a_model_with_two(tmp_path):
-    """Also if config.json names another head, as the published BERTs do; a head that the file lacks is an error."""
+    """Also if config.json names another head, as the published BERTs do; a head that the file lacks
+    is an error."""
     weights, config = written("bert/BertForPreTraining", tmp_path)
     inputs = families.inputs_of(config)
     both, params, _ = pretrained.load(tmp_path)

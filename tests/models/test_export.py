@@ -1,4 +1,5 @@
-"""Every model is exported once, for all platforms, sizes and batches, and gives the same numbers as the model."""
+"""Every model is exported once, for all platforms, sizes and batches, and gives the same numbers as
+the model."""
 
 import dataclasses
 import functools
@@ -38,7 +39,8 @@ def specs_of(tree):
 
 
 def near(got, want):
-    """Leaf by leaf within 1e-6 of the largest number of the tree: gradients that are 0 in truth are rounding errors."""
+    """Leaf by leaf within 1e-6 of the largest number of the tree: gradients that are 0 in truth are
+    rounding errors."""
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert all(
@@ -228,7 +230,8 @@ def test_time_without_a_constraint():
         with pytest.raises(ValueError) as caught:
             export.export(jax.jit(lambda params, x, model=model: model(params, x)))(params, tokens)
         assert str(caught.value) == (
-            f"{name}: the symbolic size time must be at most {CONTEXT}, but is not constrained; call "
+            f"{name}: the symbolic size time must be at most {CONTEXT}, but is not constrained; "
+            f"call "
             f"jax.export.symbolic_shape with constraints=('time <= {CONTEXT}',)"
         )
 

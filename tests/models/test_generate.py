@@ -33,7 +33,8 @@ greedy = functools.partial(
 
 @functools.cache
 def prepared(name):
-    """(model, params) with every parameter so large that the likeliest token changes from place to place."""
+    """(model, params) with every parameter so large that the likeliest token changes from place to
+    place."""
     model = MODELS[name]
     rng = np.random.default_rng(7)
     draw = lambda spec: (rng.standard_normal(spec.shape) * 3 / np.sqrt(spec.shape[-1])).astype(
@@ -289,7 +290,8 @@ def test_errors(options, error, text):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dtype_casts_parameters_and_cache_once(name):
-    """The text of a model whose parameters have that dtype; inside the loop, nothing is cast from float32 weights."""
+    """The text of a model whose parameters have that dtype; inside the loop, nothing is cast from
+    float32 weights."""
     model, params = prepared(name)
     low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
     out = greedy(model, params, PROMPTS, max_tokens=6, lengths=LENGTHS, dtype="bfloat16")

@@ -1,4 +1,5 @@
-"""Downloads from Hugging Face's hub, from a server on 127.0.0.1: which files, revisions, interruptions, checksums."""
+"""Downloads from Hugging Face's hub, from a server on 127.0.0.1: which files, revisions,
+interruptions, checksums."""
 
 import importlib.util
 import json

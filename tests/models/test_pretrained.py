@@ -30,7 +30,8 @@ def gate(scope, x):  # [batch, width, features]
 
 
 class Small(models.Model):
-    """Everything that rules can say: convolutions, a stack, fused projections, ties, prefixes, two frameworks."""
+    """Everything that rules can say: convolutions, a stack, fused projections, ties, prefixes, two
+    frameworks."""
 
     PRESETS: ClassVar = {"small": {}, "small_deep": {"depth": 3}}
     HUB: ClassVar = {"small": ("someone/small", "torchvision:small")}
@@ -225,12 +226,14 @@ def test_like_takes_over_what_a_model_has_no_place_for(trees, file, tmp_path):
     [
         (
             lambda a: a.update({"conv.weihgt": a.pop("conv.weight")}),
-            r"names of torch: 'conv.weight' is missing \(for 'stem/conv/kernel'; the file has 'conv.weihgt'\); "
+            r"names of torch: 'conv.weight' is missing \(for 'stem/conv/kernel'; the file has "
+            r"'conv.weihgt'\); "
             r"'conv.weihgt' \(4, 3, 3, 2\) is not expected \(did you mean 'conv.weight'\?\)$",
         ),
         (
             lambda a: a.pop("h.1.qkv.weight"),
-            "'h.1.qkv.weight' is missing \\(for 'blocks/query/kernel' and 'blocks/key/kernel' and 'blocks/value/kernel'\\)$",
+            "'h.1.qkv.weight' is missing \\(for 'blocks/query/kernel' and 'blocks/key/kernel' and "
+            "'blocks/value/kernel'\\)$",
         ),
         (
             lambda a: a.update(more=np.ones(3, np.float32)),
@@ -460,8 +463,10 @@ def test_a_name_that_is_not_on_this_disk(small_is_published, tmp_path):
     refused(
         FileNotFoundError,
         r"the weights 'small' are not on this disk: no such path, nothing in .*own/small, no "
-        r"someone/small in Hugging Face's cache, .*hub \(.*\): download it with 'hf download someone/small', or "
-        r"copy its files to .*own/small; or write its model.safetensors in Python \(import torchvision, .*"
+        r"someone/small in Hugging Face's cache, .*hub \(.*\): download it with 'hf download "
+        r"someone/small', or "
+        r"copy its files to .*own/small; or write its model.safetensors in Python \(import "
+        r"torchvision, .*"
         r"get_model\('small', weights='IMAGENET1K_V1'\).*\) and put it into .*own/small$",
         "small",
     )

@@ -1,4 +1,5 @@
-"""The image models against torchvision's, timm's and transformers' own, through the files that those write.
+"""The image models against torchvision's, timm's and transformers' own, through the files that
+those write.
 
 The logits stand in tests/reference/vision.npz; tests/reference/make_vision_fixtures.py made them.
 """
@@ -246,7 +247,8 @@ def test_features_are_what_the_last_layer_sees():
         (
             models.ViT(8, 1, 2),
             (1, 225, 224, 3),
-            r"images \[batch, 224, 224, channels\], with a size that is a multiple of patch=16; got \(1, 225, 224, 3\)",
+            r"images \[batch, 224, 224, channels\], with a size that is a multiple of patch=16; "
+            r"got \(1, 225, 224, 3\)",
         ),
         (models.ViT(8, 1, 2, size=30), (1, 30, 30, 3), "a multiple of patch=16"),
         (

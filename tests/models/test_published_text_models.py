@@ -1,6 +1,8 @@
-"""The text models against transformers' own, through the files that it writes, and against PyTorch in training.
+"""The text models against transformers' own, through the files that it writes, and against PyTorch
+in training.
 
-What they must give stands in tests/reference/text.npz; tests/reference/make_text_fixtures.py made it.
+What they must give stands in tests/reference/text.npz; tests/reference/make_text_fixtures.py made
+it.
 """
 
 import dataclasses

@@ -47,7 +47,8 @@ def values(tree):
 
 
 def trees(seed, count, depth, nodes):
-    """Expressions of at most `nodes` nodes, packed, with the value of every node: [count, nodes], -1 in padding."""
+    """Expressions of at most `nodes` nodes, packed, with the value of every node: [count, nodes],
+    -1 in padding."""
     rng, found = np.random.default_rng(seed), []
     while len(found) < count:
         tree = expression(rng, depth)
@@ -190,7 +191,8 @@ def test_lstm_classifier_sees_no_padding():
 
 
 def test_lstm_classifier_learns_what_stands_far_apart():
-    """Whether the first token comes again before a text of 4 to 12 tokens ends: no bag of words tells."""
+    """Whether the first token comes again before a text of 4 to 12 tokens ends: no bag of words
+    tells."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 13, 2048).astype(np.int32)
     tokens = rng.integers(2, 10, (2048, 12)).astype(np.int32)

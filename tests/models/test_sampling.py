@@ -1,4 +1,5 @@
-"""Options of generation against their definitions in NumPy, streams, and beam search against a search of all texts."""
+"""Options of generation against their definitions in NumPy, streams, and beam search against a
+search of all texts."""
 
 import itertools
 
@@ -258,7 +259,8 @@ def first_complete(text, stop):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_stop_strings_in_random_tokens(seed, monkeypatch):
-    """Tokens are random cuts of a text, so stop strings and characters of up to four bytes are split."""
+    """Tokens are random cuts of a text, so stop strings and characters of up to four bytes are
+    split."""
     rng, stopped = np.random.default_rng(seed), 0
     for _ in range(150):
         letters = "".join(rng.choice(list("abé€🎭"), 3, replace=False))
@@ -301,7 +303,8 @@ def test_the_text_of_a_stream_is_that_of_generate():
 
 @pytest.mark.exhaustive
 def test_a_beam_of_all_texts_finds_the_best_ones():
-    """With as many beams as texts, nothing is lost: all texts of three tokens, those with a stop token shorter."""
+    """With as many beams as texts, nothing is lost: all texts of three tokens, those with a stop
+    token shorter."""
     model = models.GPT(4, 8, 1, 1, context=8)
     params = jax.tree.map(
         lambda s: 2 * jax.random.normal(jax.random.key(3), s.shape) / s.shape[-1] ** 0.5,

@@ -75,7 +75,8 @@ def test_a_saved_folder_loads_as_the_same_model(name, tmp_path):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_config_json_back(name):
-    """Every field of a published config.json is written again, or is one that the framework assumes."""
+    """Every field of a published config.json is written again, or is one that the framework
+    assumes."""
     model, config = PUBLISHED[name]
     table = model.CONFIGS[_config.kind_of(config)]
     names = _config.names_for(table, model)

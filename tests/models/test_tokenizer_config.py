@@ -161,7 +161,8 @@ def test_case_of_other_alphabets_is_not_guessed(tmp_path):
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("said", [False, True])
 def test_a_text_that_is_unknown_does_not_look_like_an_added_token(said, added, tmp_path):
-    """In GPT-2, one token begins a text and stands for unknown words, such as the text that is tried."""
+    """In GPT-2, one token begins a text and stands for unknown words, such as the text that is
+    tried."""
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"<e>": 0, "to": 1, "be": 2}, unk_token="<e>")

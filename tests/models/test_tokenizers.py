@@ -1,6 +1,7 @@
 """Tokenizers against those that others wrote, and against files that nobody should trust.
 
-tests/reference/tokenizers.json holds what Hugging Face's tokenizers and llama2.c make of the same texts.
+tests/reference/tokenizers.json holds what Hugging Face's tokenizers and llama2.c make of the same
+texts.
 """
 
 import base64
@@ -214,7 +215,8 @@ def hostile():
 
 
 def hostile_json():
-    """Files named tokenizer.json that would end the process, exhaust the memory or raise something else."""
+    """Files named tokenizer.json that would end the process, exhaust the memory or raise something
+    else."""
     step = lambda **step: json.dumps(
         {"normalizer": {"type": "Sequence", "normalizers": [step]}}
     ).encode()
@@ -396,5 +398,6 @@ def test_stop_tokens_of_generation_config(tmp_path):
     ],
 )
 def test_wordpiece_does_not_depend_on_the_unicode_version_of_python(text, words):
-    """Words of the library tokenizers 0.23.3 (`make verify-pretrained ARGS=code_points` compares all code points)."""
+    """Words of the library tokenizers 0.23.3 (`make verify-pretrained ARGS=code_points` compares
+    all code points)."""
     assert models.WordPiece(models.WordPiece.SPECIAL).words(text) == words

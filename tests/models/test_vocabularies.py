@@ -1,6 +1,8 @@
-"""vocab.json with merges.txt, and SentencePiece models, against what transformers makes of the same folders.
+"""vocab.json with merges.txt, and SentencePiece models, against what transformers makes of the same
+folders.
 
-tests/reference/make_tokenizer_fixtures.py wrote the folders. The libraries tokenizers and sentencepiece run here.
+tests/reference/make_tokenizer_fixtures.py wrote the folders. The libraries tokenizers and
+sentencepiece run here.
 """
 
 import importlib.util
@@ -32,7 +34,8 @@ ALL = [pytest.param(name, marks=LIBRARY if name in PIECES else ()) for name in F
 
 
 def copied(name, folder, change=None, **files):
-    """A copy of a folder with other fields in tokenizer_config.json and other files (`vocab__json`: vocab.json)."""
+    """A copy of a folder with other fields in tokenizer_config.json and other files (`vocab__json`:
+    vocab.json)."""
     shutil.copytree(HERE / name, folder, dirs_exist_ok=True)
     config = json.loads((folder / "tokenizer_config.json").read_text()) | (change or {})
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -110,7 +113,8 @@ def test_the_class_comes_from_the_model(tmp_path):
 
 @LIBRARY
 def test_a_list_of_special_tokens_replaces_the_tokens_of_the_model(tmp_path):
-    """Also an empty one; without a list, the pieces that a SentencePiece model defines are added tokens."""
+    """Also an empty one; without a list, the pieces that a SentencePiece model defines are added
+    tokens."""
     added = lambda change: {
         token.content: token.special
         for token in models.read_tokenizer(copied("gemma", tmp_path, change))

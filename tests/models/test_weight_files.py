@@ -167,7 +167,8 @@ def test_pickles_are_never_opened(tmp_path, name):
     refused(
         file,
         r"is a pickle, which can run arbitrary code .*; convert it to safetensors with PyTorch: "
-        rf"import torch, safetensors.torch as s; s.save_file\(torch.load\('{name}', weights_only=True\), "
+        rf"import torch, safetensors.torch as s; s.save_file\(torch.load\('{name}', "
+        rf"weights_only=True\), "
         r"'model.safetensors'\)",
     )
     assert not trace.exists()
@@ -189,7 +190,8 @@ def test_folders_without_weights(tmp_path):
         save_file({"a": A}, tmp_path / f"{name}.safetensors")
     refused(
         tmp_path,
-        r"contains 2 safetensors files \(a.safetensors, b.safetensors\) and no model.safetensors.index",
+        r"contains 2 safetensors files \(a.safetensors, b.safetensors\) and no "
+        r"model.safetensors.index",
     )
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     for name in ("a", "b"):
@@ -270,7 +272,8 @@ def test_what_is_left_of_a_download(suffix, tmp_path):
     left.write_bytes(b"")
     refused(
         tmp_path,
-        f"safetensors.{suffix} is left of a download of model-00002-of-00002.safetensors, which may not",
+        f"safetensors.{suffix} is left of a download of model-00002-of-00002.safetensors, which "
+        f"may not",
     )
     left.unlink()
     (tmp_path / f"notes.safetensors.{suffix}").write_bytes(b"")
@@ -291,7 +294,8 @@ def test_llama2c(tmp_path, tied):
         for name, shape in _llama2c.shapes(head).items()
     }
     file = tmp_path / "model.bin"
-    # run.c: Config, then token_embedding_table, rms_att_weight, wq, wk, wv, wo, rms_ffn_weight, w1, w2, w3, ...
+    # run.c: Config, then token_embedding_table, rms_att_weight, wq, wk, wv, wo, rms_ffn_weight, w1,
+    # w2, w3, ...
     raw = struct.pack("<7i", 8, 12, 2, 4, 2, 5 if tied else -5, 6)
     file.write_bytes(raw + b"".join(array.tobytes() for array in arrays.values()))
     assert arrays["wk"].shape == (2, 4, 8) and ("wcls" in arrays) == (not tied)
@@ -310,6 +314,8 @@ def test_llama2c(tmp_path, tied):
     file.write_bytes(whole[:-4])
     refused(
         file,
-        r"is neither a safetensors file nor a model.bin of llama2.c, version 0 \(seven integers, then as "
-        rf"many floats as they imply; this file has {len(whole) - 4} bytes\); convert it to safetensors",
+        r"is neither a safetensors file nor a model.bin of llama2.c, version 0 \(seven integers, "
+        r"then as "
+        rf"many floats as they imply; this file has {len(whole) - 4} bytes\); convert it to "
+        rf"safetensors",
     )

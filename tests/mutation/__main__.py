@@ -1,4 +1,5 @@
-"""Plants faults in fnet, one at a time, and reports which ones the quick and the complete suite detect.
+"""Plants faults in fnet, one at a time, and reports which ones the quick and the complete suite
+detect.
 
     python -m tests.mutation --lines             # once: runs all tests and records which lines each of them runs
     python -m tests.mutation                     # make mutation: all faults
@@ -6,10 +7,11 @@
     python -m tests.mutation --generate=150 --since=COMMIT fnet/export    # generated faults, see generated.py
     python -m tests.mutation --redundant         # slow tests of lines that three quicker ones run as well
 
-For a fault, only the tests run that run the changed line: the quick ones first, those that take the least time before
-others, until one fails. If none fails, the other tests of the same modules run, since a module's tests may share what
-the first of them has computed. Of each suite run as many tests as took --seconds when they were recorded. A failure
-counts only if the test passes without the fault.
+For a fault, only the tests run that run the changed line: the quick ones first, those that take the
+least time before others, until one fails. If none fails, the other tests of the same modules run,
+since a module's tests may share what the first of them has computed. Of each suite run as many
+tests as took --seconds when they were recorded. A failure counts only if the test passes without
+the fault.
 """
 
 import argparse
@@ -61,7 +63,8 @@ def edited(fault, root=ROOT):
     ]
     if len(places) != 1 or places[0][1].count(fault.before) != 1:
         raise ValueError(
-            f"expected {fault.before!r} once in fnet/{fault.package}; update tests/mutation/faults.py"
+            f"expected {fault.before!r} once in fnet/{fault.package}; update "
+            f"tests/mutation/faults.py"
         )
     path, text = places[0]
     first = text[: text.index(fault.before)].count("\n") + 1
@@ -89,7 +92,8 @@ def read(folder):
 
 
 def covering(fault, records):
-    """Records of the tests that run a changed line, then of the others of their modules: each the cheapest first."""
+    """Records of the tests that run a changed line, then of the others of their modules: each the
+    cheapest first."""
     path, numbers, _ = edited(fault)
     name = str(path.relative_to(ROOT / "fnet"))
     changed = _statement(path, numbers)
@@ -106,7 +110,8 @@ def covering(fault, records):
 
 
 def _statement(path, numbers):
-    """The lines of the statements that hold the changed lines: of a long expression, Python may count others."""
+    """The lines of the statements that hold the changed lines: of a long expression, Python may
+    count others."""
     found = set(numbers)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.stmt) and not hasattr(node, "body"):
@@ -277,12 +282,14 @@ def main():
             counts["quick"] += sound and not exhaustive
             counts["complete"] += sound
             print(
-                f"{'quick' if sound and not exhaustive else 'complete' if sound else 'MISSED':8} {seconds:5.0f} s  "
+                f"{'quick' if sound and not exhaustive else 'complete' if sound else 'MISSED':8} "
+                f"{seconds:5.0f} s  "
                 f"{fault.package:10} {fault.what}: {failed or 'no test fails'}",
                 flush=True,
             )
     print(
-        f"of {len(faults)} faults the quick tests detect {counts['quick']}, all tests {counts['complete']}"
+        f"of {len(faults)} faults the quick tests detect {counts['quick']}, all tests "
+        f"{counts['complete']}"
     )
     return 0
 

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """`before` occurs exactly once in the modules of the package ("cli": of fnet itself) and becomes `after`."""
+    """`before` occurs exactly once in the modules of the package ("cli": of fnet itself) and
+    becomes `after`."""
 
     package: str
     before: str

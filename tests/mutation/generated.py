@@ -1,9 +1,11 @@
-"""Mutants: every small change of the code that a program can make by itself, from which a seed draws some.
+"""Mutants: every small change of the code that a program can make by itself, from which a seed
+draws some.
 
     python -m tests.mutation --generate=150 --since=COMMIT fnet/export fnet/training/_optimizers.py
 
-Candidates are the lines of fnet/ that changed since COMMIT, and all lines of the named modules and folders. The seed is
-the hash of the checked-out commit, so nobody chooses the mutants, and whoever checks out the commit gets the same ones.
+Candidates are the lines of fnet/ that changed since COMMIT, and all lines of the named modules and
+folders. The seed is the hash of the checked-out commit, so nobody chooses the mutants, and whoever
+checks out the commit gets the same ones.
 """
 
 import ast
@@ -75,7 +77,8 @@ class Mutant(NamedTuple):
 
 
 def mutants(path: str, whole: str) -> list[Mutant]:
-    """All mutants of a module. A few of them do not compile, or change nothing but the form of the text."""
+    """All mutants of a module. A few of them do not compile, or change nothing but the form of the
+    text."""
     tree = ast.parse(whole)
     lines = whole.splitlines(keepends=True)
     starts = list(itertools.accumulate((len(line) for line in lines), initial=0))
@@ -101,7 +104,8 @@ def mutants(path: str, whole: str) -> list[Mutant]:
 
 
 def _code(tree):
-    """The nodes of all code that runs: no annotations, docstrings, decorators or texts of error messages."""
+    """The nodes of all code that runs: no annotations, docstrings, decorators or texts of error
+    messages."""
     stack = [tree]
     while stack:
         node = stack.pop()

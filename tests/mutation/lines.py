@@ -1,7 +1,9 @@
-"""A pytest plugin that records which lines of fnet each test runs: `pytest -p tests.mutation.lines` (Python 3.12).
+"""A pytest plugin that records which lines of fnet each test runs: `pytest -p tests.mutation.lines`
+(Python 3.12).
 
-Each process writes one file of JSON lines into the folder FNET_LINES when it ends: [test, seconds of processor time,
-exhaustive, {module: [line, ...]}]. Processes that a test starts also record their lines (processes/sitecustomize.py).
+Each process writes one file of JSON lines into the folder FNET_LINES when it ends: [test, seconds
+of processor time, exhaustive, {module: [line, ...]}]. Processes that a test starts also record
+their lines (processes/sitecustomize.py).
 """
 
 import json

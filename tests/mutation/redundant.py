@@ -1,4 +1,5 @@
-"""Which tests `make test` can leave to `make test-all`: slow ones that run no line of fnet which few others run."""
+"""Which tests `make test` can leave to `make test-all`: slow ones that run no line of fnet which
+few others run."""
 
 import collections
 import heapq
@@ -14,8 +15,8 @@ def redundant(records):
         records: of `lines`: [(test, seconds, exhaustive, {module: {line}})].
 
     Returns:
-        [(seconds that are saved, test without its case, number of necessary cases, number of cases)] of quick tests
-        that would save more than `LONG` seconds, the longest first.
+        [(seconds that are saved, test without its case, number of necessary cases, number of
+        cases)] of quick tests that would save more than `LONG` seconds, the longest first.
     """
     rows = {
         test: (

@@ -1,4 +1,5 @@
-"""The notebooks are stored without outputs. tests/release/test_release.py runs them in a new environment."""
+"""The notebooks are stored without outputs. tests/release/test_release.py runs them in a new
+environment."""
 
 import pathlib
 

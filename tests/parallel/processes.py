@@ -1,4 +1,5 @@
-"""One of several processes of a run: what test_two_processes.py starts. Prints what came of it as JSON.
+"""One of several processes of a run: what test_two_processes.py starts. Prints what came of it as
+JSON.
 
 python tests/parallel/processes.py CASE PORT PROCESS COUNT [FOLDER]
 """
@@ -115,7 +116,8 @@ def run(case):
 
 
 def trained():
-    """fit on both processes, each of which has all rows or its own; it dies after a checkpoint and goes on."""
+    """fit on both processes, each of which has all rows or its own; it dies after a checkpoint and
+    goes on."""
     folder = sys.argv[5]
     plan = parallel.plan(
         step,

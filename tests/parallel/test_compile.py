@@ -1,4 +1,5 @@
-"""What is read from a step that the compiler refuses to compile or to print; other errors are raised."""
+"""What is read from a step that the compiler refuses to compile or to print; other errors are
+raised."""
 
 import types
 

@@ -1,4 +1,5 @@
-"""feed on one process: every batch of the plan's shape, a ragged epoch's loss, errors. Several: test_two_processes.py."""
+"""feed on one process: every batch of the plan's shape, a ragged epoch's loss, errors. Several:
+test_two_processes.py."""
 
 import re
 
@@ -144,8 +145,10 @@ def test_one_process_has_no_thread_and_asks_for_one_batch_at_a_time(plan, monkey
 
 
 CHOICES = (
-    "so it cannot be padded; weight the loss by batch['weight'], float32 [rows], in step and plan; or "
-    "omit short batches with drop_remainder=True; or use a number of rows and devices that every batch fills"
+    "so it cannot be padded; weight the loss by batch['weight'], float32 [rows], in step and plan; "
+    "or "
+    "omit short batches with drop_remainder=True; or use a number of rows and devices that every "
+    "batch fills"
 )
 
 
@@ -198,7 +201,8 @@ def test_short_without_weights(without):
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "feed: batch 2 has 12 rows here, fewer than this process's share of 16, and the plan's batch has no "
+            "feed: batch 2 has 12 rows here, fewer than this process's share of 16, and the plan's "
+            "batch has no "
             "'weight', " + CHOICES
         ),
     ):

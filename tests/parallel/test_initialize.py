@@ -1,5 +1,5 @@
-"""initialize: nothing on one process, clear sentences where processes do not find each other. Two that do:
-test_two_processes.py."""
+"""initialize: nothing on one process, clear sentences where processes do not find each other. Two
+that do: test_two_processes.py."""
 
 import re
 import subprocess
@@ -30,7 +30,8 @@ def test_one_process_needs_nothing():
             ("127.0.0.1:1234", 2),
             ValueError,
             "initialize: expected process_id together with coordinator_address="
-            "'127.0.0.1:1234', num_processes=2, because JAX detects no cluster here; pass all three, or none for a single",
+            "'127.0.0.1:1234', num_processes=2, because JAX detects no cluster here; pass all "
+            "three, or none for a single",
         ),
         (
             (None, 2),
@@ -88,6 +89,7 @@ def test_nobody_there(free_port):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 7, done.stderr
     assert done.stdout == (
-        f"initialize: process 1 of 2 waited 1 s at {where}, and nothing answers there; check that process 0 is running "
+        f"initialize: process 1 of 2 waited 1 s at {where}, and nothing answers there; check that "
+        f"process 0 is running "
         "at that address and is reachable (to wait longer, increase initialization_timeout=)\n"
     )

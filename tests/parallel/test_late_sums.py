@@ -1,4 +1,5 @@
-"""What the turns of a loop add up over the batch is summed over the chips once, and the numbers stay."""
+"""What the turns of a loop add up over the batch is summed over the chips once, and the numbers
+stay."""
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +148,8 @@ def cut_off(kernel, x):
 
 @pytest.mark.parametrize("f", [doubled, handed_out, cut_off])
 def test_what_is_no_sum_keeps_its_numbers(f):
-    """A carry that is added to itself, one that leaves before it is added to, and sums that are cut to integers."""
+    """A carry that is added to itself, one that leaves before it is added to, and sums that are cut
+    to integers."""
     for got, want in zip(
         jax.tree.leaves(jax.jit(pin(f, MESH, "data"))(KERNEL, X)), jax.tree.leaves(f(KERNEL, X))
     ):

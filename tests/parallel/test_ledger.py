@@ -154,8 +154,10 @@ def test_errors():
 )
 def test_groups_as_xla_writes_them(groups, size):
     text = (
-        "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8] parameter(0)\n"
-        f"  ROOT %y = f32[8] all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add\n}}\n"
+        "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8] "
+        "parameter(0)\n"
+        f"  ROOT %y = f32[8] all-reduce(%x), channel_id=1, replica_groups={groups}, "
+        f"to_apply=%add\n}}\n"
     )
     (transfer,) = parallel.ledger(text).transfers
     assert transfer.group == size
@@ -197,8 +199,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_tpus_programs():
-    """A transfer begun before a loop and carried on inside is one, lengths of loops stand in their conditions, and an
-    all-reduce that is cut up is a reduce-scatter."""
+    """A transfer begun before a loop and carried on inside is one, lengths of loops stand in their
+    conditions, and an all-reduce that is cut up is a reduce-scatter."""
     found = {
         each.collective: (each.bytes, each.times) for each in parallel.ledger(PIECES).transfers
     }

@@ -1,4 +1,5 @@
-"""What XLA divides wrongly over several devices: the table, layers on many shardings, and planned steps."""
+"""What XLA divides wrongly over several devices: the table, layers on many shardings, and planned
+steps."""
 
 import contextlib
 import io
@@ -90,7 +91,8 @@ CASES = {  # layer, shape of the input
 
 
 def shardings(shape, mesh):
-    """All shardings that divide an array: each axis of the mesh splits one axis of the array, or none."""
+    """All shardings that divide an array: each axis of the mesh splits one axis of the array, or
+    none."""
     found = []
     for places in itertools.product((None, *range(len(shape))), repeat=len(mesh.shape)):
         split = [
@@ -104,7 +106,8 @@ def shardings(shape, mesh):
 
 
 def prepared(name):
-    """(outputs and gradients of a layer, as a function of params, input and cotangent; these; the right results)."""
+    """(outputs and gradients of a layer, as a function of params, input and cotangent; these; the
+    right results)."""
     layer, shape = CASES[name]
     draw = lambda shape: (
         np.random.default_rng(len(shape)).integers(-3, 4, shape).astype(np.float32)
@@ -125,7 +128,8 @@ def prepared(name):
 
 
 def check(drawn):
-    """Compares layers on several devices with one device, in one program. `drawn`: (case, shardings of its args)."""
+    """Compares layers on several devices with one device, in one program. `drawn`: (case, shardings
+    of its args)."""
     cases = {name: prepared(name) for name in dict.fromkeys(name for name, _ in drawn)}
     args = [jax.tree.map(jax.device_put, cases[name][1], places) for name, places in drawn]
     runs = [cases[name][0] for name, _ in drawn]
@@ -283,8 +287,10 @@ def test_a_planned_step_and_what_its_plan_says(sizes):
     if len(sizes) == 2:
         assert held["grouped_convolution_gradient"] == 3 * 3 * 16 * 4  # the kernel
     assert (
-        f"not left to XLA (overlapping_max_pool_gradient): the gradient of max pooling with overlapping windows, "
-        f"wrong where an image axis is split: 1 equation, {pooled:,} bytes held unsplit by each chip"
+        f"not left to XLA (overlapping_max_pool_gradient): the gradient of max pooling with "
+        f"overlapping windows, "
+        f"wrong where an image axis is split: 1 equation, {pooled:,} bytes held unsplit by each "
+        f"chip"
     ) in plan.explain()
     assert (
         "not left to XLA (split_image_convolution, split_kernel_convolution): " in plan.explain()
@@ -292,7 +298,8 @@ def test_a_planned_step_and_what_its_plan_says(sizes):
 
 
 def test_rows_that_the_chips_cannot_share():
-    """The gradient of a grouped convolution that does not read the batch alone: its operands are gathered."""
+    """The gradient of a grouped convolution that does not read the batch alone: its operands are
+    gathered."""
     kernel = np.ones((3, 3, 1, 8), np.float32)
     x = np.random.default_rng(0).integers(-3, 4, (8, 4, 4, 8)).astype(np.float32)
 

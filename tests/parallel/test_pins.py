@@ -24,7 +24,8 @@ ROWS, WHOLE = NamedSharding(MESH, P("data")), NamedSharding(MESH, P())
 
 
 def fsdp(tree):
-    """Every array with a large axis is split along its last axis that 8 divides; those of a scan are not first ones."""
+    """Every array with a large axis is split along its last axis that 8 divides; those of a scan
+    are not first ones."""
 
     def where(x):
         axes = [i for i, size in enumerate(x.shape) if size % N == 0]
@@ -141,8 +142,8 @@ def spread(step, params, batch, place):
 
 
 def error(got, want):
-    """max|a - b| / max|b| of the worst leaf; one that vanishes but for rounding, like the gradient of a key's bias, is
-    measured by the largest."""
+    """max|a - b| / max|b| of the worst leaf; one that vanishes but for rounding, like the gradient
+    of a key's bias, is measured by the largest."""
     got, want = ([np.asarray(x, np.float64) for x in jax.tree.leaves(tree)] for tree in (got, want))
     least = 1e-2 * max(np.abs(b).max() for b in want)
     return max(np.abs(a - b).max() / max(np.abs(b).max(), least) for a, b in zip(got, want))

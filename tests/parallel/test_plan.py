@@ -1,4 +1,5 @@
-"""plan and plan.jit: with every strategy the results of one device on eight, and the reasons for the choice."""
+"""plan and plan.jit: with every strategy the results of one device on eight, and the reasons for
+the choice."""
 
 import functools
 import re
@@ -19,7 +20,8 @@ CASES = {"gpt": gpt, "cnn": cnn, "flax": flax}
 
 
 def error(got, want):
-    """max|a - b| / max|b| of the worst leaf; one that vanishes but for rounding is measured by the largest."""
+    """max|a - b| / max|b| of the worst leaf; one that vanishes but for rounding is measured by the
+    largest."""
     got, want = ([np.asarray(x, np.float64) for x in jax.tree.leaves(tree)] for tree in (got, want))
     least = 1e-2 * max(np.abs(b).max() for b in want)
     return max(np.abs(a - b).max() / max(np.abs(b).max(), least) for a, b in zip(got, want))
@@ -228,8 +230,10 @@ def test_rungs_are_climbed_where_nothing_fits(monkeypatch):
     assert plan.chosen.ledger.sent
     limited(monkeypatch, 1024)
     said = (
-        r"plan: nothing fits into .* GiB on each of 8 x .*; .* needs least, .* GiB \(estimated\); use a "
-        r"smaller batch, .* or more devices\. Its largest arrays \(estimated\): .* at \w+\.py:\d+ \("
+        r"plan: nothing fits into .* GiB on each of 8 x .*; .* needs least, .* GiB \(estimated\); "
+        r"use a "
+        r"smaller batch, .* or more devices\. Its largest arrays \(estimated\): .* at \w+\.py:\d+ "
+        r"\("
     )
     with pytest.raises(ValueError, match=said):
         planned()

@@ -24,7 +24,8 @@ def called(*, batch=SOME, where=None, devices="local"):
     [
         (
             lambda: parallel.plan(STEP, INIT, ROWS, strategy="magic"),
-            "plan: unknown strategy 'magic'; there are auto, data, zero1, fsdp, fsdp+pins, each also with +remat and "
+            "plan: unknown strategy 'magic'; there are auto, data, zero1, fsdp, fsdp+pins, each "
+            "also with +remat and "
             "+microbatches=N, in this order",
         ),
         (
@@ -33,7 +34,8 @@ def called(*, batch=SOME, where=None, devices="local"):
         ),
         (
             lambda: parallel.plan(STEP, INIT, ROWS, strategy="data+microbatches=2"),
-            "plan: for microbatches=2 the step needs a keyword: def step(state, batch, *, microbatches=1)",
+            "plan: for microbatches=2 the step needs a keyword: def step(state, batch, *, "
+            "microbatches=1)",
         ),
         (
             lambda: parallel.plan(*gpt(), strategy="data+microbatches=3"),
@@ -41,7 +43,8 @@ def called(*, batch=SOME, where=None, devices="local"):
         ),
         (
             lambda: parallel.plan(STEP, INIT, {"x": np.ones((12, 512))}),
-            "plan: batch['x'] of shape (12, 512) has 12 rows, not a multiple of 8 devices; use 8 or 16 rows",
+            "plan: batch['x'] of shape (12, 512) has 12 rows, not a multiple of 8 devices; use 8 "
+            "or 16 rows",
         ),
         (
             lambda: parallel.plan(STEP, INIT, np.ones((3, 512))),
@@ -60,7 +63,8 @@ def called(*, batch=SOME, where=None, devices="local"):
             lambda: parallel.plan(
                 lambda s, b: ({"params": [w[:3] for w in s["params"]]}, 0), INIT, ROWS
             ),
-            "plan: state['params'][0] must keep its shape and dtype: init returns float32[512, 512], and the step float32[3,",
+            "plan: state['params'][0] must keep its shape and dtype: init returns float32[512, "
+            "512], and the step float32[3,",
         ),
         (
             lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 3}),
@@ -72,7 +76,8 @@ def called(*, batch=SOME, where=None, devices="local"):
         ),
         (
             lambda: parallel.plan(STEP, INIT, ROWS, rules={"0": (None, "tensor")}),
-            "plan: the rule '0' for 0 [512, 512] uses the mesh axis 'tensor'; available are none; pass mesh= with such "
+            "plan: the rule '0' for 0 [512, 512] uses the mesh axis 'tensor'; available are none; "
+            "pass mesh= with such "
             "an axis",
         ),
         (
@@ -121,7 +126,8 @@ def called(*, batch=SOME, where=None, devices="local"):
                 mesh={"data": 2, "tensor": 4},
                 rules={"w": ("tensor",)},
             ),
-            "plan: the rule 'w' splits axis 0 of w [9, 4] over 'tensor', but 9 is not a multiple of 4; use tensor=3",
+            "plan: the rule 'w' splits axis 0 of w [9, 4] over 'tensor', but 9 is not a multiple "
+            "of 4; use tensor=3",
         ),
         (
             lambda: parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 3}),
@@ -134,11 +140,13 @@ def called(*, batch=SOME, where=None, devices="local"):
         ),
         (
             lambda: called(batch=np.ones((12, 512), np.float32)),
-            "plan.jit: batch of shape (12, 512) has 12 rows, not a multiple of 8 devices; parallel.feed pads short",
+            "plan.jit: batch of shape (12, 512) has 12 rows, not a multiple of 8 devices; "
+            "parallel.feed pads short",
         ),
         (
             lambda: called(batch={"x": np.ones((16, 512), np.float32)}),
-            "plan.jit: the batch has another structure than in the plan: PyTreeDef({'x': *}) and PyTreeDef(*)",
+            "plan.jit: the batch has another structure than in the plan: PyTreeDef({'x': *}) and "
+            "PyTreeDef(*)",
         ),
         (
             lambda: called(where=jax.devices()[0]),

@@ -1,4 +1,5 @@
-"""pmap: the gradient of a model on eight devices, averaged by name, is that of one, also with slices and remat."""
+"""pmap: the gradient of a model on eight devices, averaged by name, is that of one, also with
+slices and remat."""
 
 import flax.linen as linen
 import jax

@@ -1,4 +1,5 @@
-"""A state that was spread over eight devices goes on on other meshes with the same bits, and is born with those of one."""
+"""A state that was spread over eight devices goes on on other meshes with the same bits, and is
+born with those of one."""
 
 import functools
 
@@ -21,7 +22,8 @@ X = np.random.default_rng(0).normal(size=(32, 40)).astype(np.float32)
 
 
 def init(key):
-    """Moments, statistics, a moving average, a key, and a number of weak type, which yields to others."""
+    """Moments, statistics, a moving average, a key, and a number of weak type, which yields to
+    others."""
     params, state = MODEL.init(key, X[:1])
     rest = {
         "norm": state,

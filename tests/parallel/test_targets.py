@@ -83,7 +83,8 @@ def test_names(no_compilers, name, chip, count, groups):
 
 
 def test_what_a_chip_sends(no_compilers):
-    """Two links of a torus' axis, one of an axis of two chips; a TPU v2's links are shared by its two devices."""
+    """Two links of a torus' axis, one of an axis of two chips; a TPU v2's links are shared by its
+    two devices."""
     each = target("v5e:16x16").chip.links.each_way
     assert target("v5e:16x16").sent == 4 * each and target("v5e:2x2").sent == 2 * each
     assert target("v5e:1x1").sent is None or target("v5e:1x1").count == 1
@@ -103,18 +104,21 @@ def test_devices_of_this_run():
         ([], "plan: expected at least one device; got an empty list"),
         (
             "cluster",
-            "or a system such as 'dgx-1'; got 'cluster': unknown chip 'cluster'; slices are of v2, v3, v4, "
+            "or a system such as 'dgx-1'; got 'cluster': unknown chip 'cluster'; slices are of v2, "
+            "v3, v4, "
             "v5e, v5p, v6e, tpu7x; similar names in the catalog: ",
         ),
         ("v9:2x2", "unknown chip 'v9'"),
         ("v5e:2x2x2", "plan: slices of TPU v5e have 2 axes, e.g. 'v5e:2x2'; got 'v5e:2x2x2'"),
         (
             "h100:1x2x3",
-            "plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, 'h100:8'; got ",
+            "plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, "
+            "'h100:8'; got ",
         ),
         (
             "v5e:16x17",
-            "plan: there are no TPUs 'v5e:16x17': an axis must be 1, 2 or a multiple of 4, up to 16",
+            "plan: there are no TPUs 'v5e:16x17': an axis must be 1, 2 or a multiple of 4, up to "
+            "16",
         ),
         ("v5e:32x16", "up to 16"),
         ("RTX 9999", "unknown chip 'RTX 9999'"),

@@ -1,5 +1,5 @@
-"""Two real processes on 127.0.0.1, once three, of four devices each: the numbers of one, and an end in words whatever
-happens."""
+"""Two real processes on 127.0.0.1, once three, of four devices each: the numbers of one, and an end
+in words whatever happens."""
 
 import json
 import os
@@ -80,7 +80,8 @@ def agrees(came, counts):
 
 @pytest.mark.exhaustive
 def test_uneven_rows_have_the_gradient_of_one_process(free_port):
-    """8 and 5 rows, then one that has run out; both end together. The same without weights, for whole batches alone."""
+    """8 and 5 rows, then one that has run out; both end together. The same without weights, for
+    whole batches alone."""
     ends = pair("orderly", free_port)
     assert [code for code, *_ in ends] == [0, 0], ends
     said = [json.loads(out.splitlines()[-1]) for _, out, *_ in ends]
@@ -89,7 +90,8 @@ def test_uneven_rows_have_the_gradient_of_one_process(free_port):
     agrees(said[0]["dropped"], [[8, 8], [8, 8]])
     for each in said:
         assert re.match(
-            r"feed: process 1 \(.+\) has no more batches after 2, but others have; the plan's batch has no "
+            r"feed: process 1 \(.+\) has no more batches after 2, but others have; the plan's "
+            r"batch has no "
             r"'weight', so its rows cannot be padded; weight the loss by batch\['weight'\], ",
             each["unweighted"],
         )
@@ -118,7 +120,8 @@ def test_fit_on_two_processes(free_port, tmp_path):
     )
 
 
-# Batches are exchanged ahead of the steps, so the number of the last exchanged batch varies if a process ends or hangs.
+# Batches are exchanged ahead of the steps, so the number of the last exchanged batch varies if a
+# process ends or hangs.
 LATE = r"feed: process %d \(.+\) did not come within 2 s, at batch %s, so the others cannot continue; restart all "
 OWN = r"feed: process %d \(.+\), this one, had no batch of its own within 2 s, at batch 2, so the others stop waiting"
 
@@ -135,7 +138,8 @@ ENDS = {  # what the first process says, and the second
         "OSError: the disk is gon",
     ),
     "failed": (
-        r"feed: process 1 \(.+\) has ended with ArithmeticError: this process's own, at batch \d, .*\(this "
+        r"feed: process 1 \(.+\) has ended with ArithmeticError: this process's own, at batch \d, "
+        r".*\(this "
         "process was blocked in a step",
         "ArithmeticError: this process's own",
     ),

@@ -1,7 +1,8 @@
-"""Compares every program of the table under every transform with plain JAX: `python -m tests.programs`.
+"""Compares every program of the table under every transform with plain JAX: `python -m
+tests.programs`.
 
-Prints one row for each program with one column for each transform, and below it what differs or is excluded. Each
-topic runs in a process of its own. The exit status is 1 if anything differs.
+Prints one row for each program with one column for each transform, and below it what differs or is
+excluded. Each topic runs in a process of its own. The exit status is 1 if anything differs.
 """
 
 import argparse
@@ -97,7 +98,8 @@ def start(topics, jobs) -> int:
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         list(pool.map(one, topics))
     print(
-        f"\n{time.time() - begin:.0f} s. Checks: {', '.join(f'{n} {kind}' for kind, n in totals.items())}.",
+        f"\n{time.time() - begin:.0f} s. Checks: "
+        f"{', '.join(f'{n} {kind}' for kind, n in totals.items())}.",
         f"Failures in: {', '.join(broken)}." if broken else "No failures.",
     )
     return 1 if broken else 0

@@ -57,8 +57,8 @@ class Arguments:
         return call
 
     def gradient(self, f: Callable) -> Callable:
-        """The gradient of `total` of f with respect to the leaves that are differentiated, a function of the traced
-        leaves."""
+        """The gradient of `total` of f with respect to the leaves that are differentiated, a
+        function of the traced leaves."""
         return jax.grad(lambda *arrays: total(self.flat(f)(*arrays)), argnums=tuple(self.wrt))
 
 

@@ -58,7 +58,8 @@ def _identities(f):
 
 
 class Comparison:
-    """The checks of one program. What plain JAX computes, and what JAX traces, is kept for further checks."""
+    """The checks of one program. What plain JAX computes, and what JAX traces, is kept for further
+    checks."""
 
     def __init__(self, program: Program):
         self.program, self._forms = program, {}
@@ -154,7 +155,8 @@ def _compare(plain, transform, check, f, g, args):
     mine = args()
     got, events = run(g, *mine)
     same_structure(got, want)
-    # Leaves that are nearly zero, such as the gradient of a bias before a softmax, are compared with the others.
+    # Leaves that are nearly zero, such as the gradient of a bias before a softmax, are compared
+    # with the others.
     floor = max((largest(x) for x in jax.tree.leaves(want)), default=0.0) * (0.1 if low else 0.01)
     for (path, x), y, bound in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), coarse):
         same_leaf(jax.tree_util.keystr(path), y, x, program.tolerance, bound, floor)
@@ -241,7 +243,8 @@ def _gradient_inside(plain, mine, transform):
 
 def _leaks(plain, mine, transform):
     def trace(forms):
-        # For every trace that is still alive, JAX collects garbage and searches all objects. Older ones are exempt.
+        # For every trace that is still alive, JAX collects garbage and searches all objects. Older
+        # ones are exempt.
         gc.freeze()
         try:
             with jax.checking_leaks():

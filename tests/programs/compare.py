@@ -56,8 +56,9 @@ def same_leaf(where, got, want, tolerance, coarse, floor=0.0):
     """One leaf of a result: kind, dtype, shape, weak type and values.
 
     Args:
-        coarse: what plain JAX returns for arguments rounded to bfloat16, and a tolerance. If it is given, the error
-            may be 4 times that of rounding the arguments, plus the tolerance times the largest value.
+        coarse: what plain JAX returns for arguments rounded to bfloat16, and a tolerance. If it is
+            given, the error may be 4 times that of rounding the arguments, plus the tolerance times
+            the largest value.
         floor: the least value that errors are relative to.
     """
     if not is_array(want) and not isinstance(want, (bool, int, float, complex)):
@@ -96,7 +97,8 @@ def same_leaf(where, got, want, tolerance, coarse, floor=0.0):
         bound = coarse[1] + 4 * (np.abs(z[same] - y[same]).max(initial=0) / scale)
     if not error <= bound:
         raise Differs(
-            f"{where}: expected {_short(y)}, got {_short(x)} (relative error {error:.1e}, bound {bound:.1e})"
+            f"{where}: expected {_short(y)}, got {_short(x)} (relative error {error:.1e}, bound "
+            f"{bound:.1e})"
         )
 
 

@@ -43,7 +43,8 @@ class PlainFails(Exception):
 
 
 class Plain(Forms):
-    """A program as it is. What the checks compute of it is kept: it is the same for every transform."""
+    """A program as it is. What the checks compute of it is kept: it is the same for every
+    transform."""
 
     def __init__(self, program: Program):
         super().__init__(program, lambda f: f)

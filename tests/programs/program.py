@@ -34,10 +34,12 @@ class Program:
         name: topic/function.
         f: a function of `args()`.
         args: makes the arguments; called again for every call, so that f may mutate or donate them.
-        others: makes further lists of arguments, for later calls of the same transformed function. By default
+        others: makes further lists of arguments, for later calls of the same transformed function.
+            By default
             there is one: the floating-point arrays scaled by 0.9, the random keys changed.
         wrt: the positions of the arguments that are differentiated; none if empty.
-        batched: the positions of the arguments with a batch axis, of which f is a mean; microbatch needs them.
+        batched: the positions of the arguments with a batch axis, of which f is a mean; microbatch
+            needs them.
         slices: the number of slices for microbatch.
         weight: the `weight` argument of microbatch.
         inner: whether f(transform, *args) itself applies the transform to a part of the program.

@@ -99,8 +99,9 @@ _depthwise = nn.Sequential(
 )
 
 
-# The derivative of relu6 jumps at 0 and 6. For this seed, all its arguments are at least 0.045 away from them, which is
-# three times the error of bfloat16; one argument on the other side of 0 changes the gradient of the kernels by 0.2.
+# The derivative of relu6 jumps at 0 and 6. For this seed, all its arguments are at least 0.045 away
+# from them, which is three times the error of bfloat16; one argument on the other side of 0 changes
+# the gradient of the kernels by 0.2.
 @topic(_params(_depthwise, normal(2, 3, 3, 4)), normal(2, 3, 3, 4, seed=156))
 def fnet_depthwise(params, x):
     return _depthwise(params, x)

@@ -1,4 +1,5 @@
-"""Chat templates in the styles of published models, and conversations, for test_chat.py and verify_chat.py."""
+"""Chat templates in the styles of published models, and conversations, for test_chat.py and
+verify_chat.py."""
 
 CHATML = """\
 {% for message in messages %}

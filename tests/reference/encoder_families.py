@@ -1,8 +1,9 @@
-"""Encoders and vision models of transformers and timm with small configurations: for verify_encoders.py, which compares
-fnet with them, and for make_encoder_fixtures.py, which writes what some of them compute.
+"""Encoders and vision models of transformers and timm with small configurations: for
+verify_encoders.py, which compares fnet with them, and for make_encoder_fixtures.py, which writes
+what some of them compute.
 
-A case is (class of transformers or architecture of timm, fields of its configuration). Weights are drawn from their
-keys (tests/drawn.py).
+A case is (class of transformers or architecture of timm, fields of its configuration). Weights are
+drawn from their keys (tests/drawn.py).
 """
 
 import contextlib
@@ -368,7 +369,8 @@ REFUSED = [
 
 
 def made(name, options, folder):
-    """Writes a folder with drawn weights; returns the model that reads it back, and the shapes of its arrays."""
+    """Writes a folder with drawn weights; returns the model that reads it back, and the shapes of
+    its arrays."""
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
@@ -432,10 +434,12 @@ def inputs_of(config):
 
 
 def outputs(model, inputs, double=True):
-    """The outputs of transformers' model that fnet's has, as one array each. Padded tokens are left out."""
+    """The outputs of transformers' model that fnet's has, as one array each. Padded tokens are left
+    out."""
     import torch
 
-    # ModernBERT's softmax is in float32, where the mask of float64 is -inf: NaN for padding without a valid neighbour.
+    # ModernBERT's softmax is in float32, where the mask of float64 is -inf: NaN for padding without
+    # a valid neighbour.
     double = double and model.config.model_type != "modernbert"
     model, real = (model.double(), torch.float64) if double else (model, torch.float32)
     values = {key: torch.from_numpy(np.asarray(value)) for key, value in inputs.items()}

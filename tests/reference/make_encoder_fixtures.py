@@ -1,10 +1,12 @@
-"""Writes encoders.npz: the outputs of transformers' and timm's own small encoders and vision models.
+"""Writes encoders.npz: the outputs of transformers' and timm's own small encoders and vision
+models.
 
     make verify-pretrained                                      # installs .venv-verify
     .venv-verify/bin/python tests/reference/make_encoder_fixtures.py [CLASS ...]
 
-Each case of encoder_families.py whose class is new within its family: its config.json, the keys and shapes of its file,
-and its outputs in float32, computed in float64. Weights are drawn from their keys (tests/drawn.py).
+Each case of encoder_families.py whose class is new within its family: its config.json, the keys and
+shapes of its file, and its outputs in float32, computed in float64. Weights are drawn from their
+keys (tests/drawn.py).
 With names of classes, the other cases of the file are kept.
 """
 

@@ -1,4 +1,5 @@
-"""Writes tests/reference/families: small models of transformers, one of each family, and their logits.
+"""Writes tests/reference/families: small models of transformers, one of each family, and their
+logits.
 
     python tests/reference/make_family_fixtures.py [FAMILY ...]
 

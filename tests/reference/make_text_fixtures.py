@@ -1,13 +1,14 @@
-"""Writes text.npz and tokenizers.json: what transformers' GPT-2, Llama and BERT compute, and what tokenizers and
-llama2.c make of texts.
+"""Writes text.npz and tokenizers.json: what transformers' GPT-2, Llama and BERT compute, and what
+tokenizers and llama2.c make of texts.
 
-    python -m venv torch-env && torch-env/bin/pip install torch==2.13.0 transformers==5.23.0 tokenizers==0.23.3 numpy
-    git clone https://github.com/karpathy/llama2.c
+    python -m venv torch-env && torch-env/bin/pip install torch==2.13.0 transformers==5.23.0
+    tokenizers==0.23.3 numpy git clone https://github.com/karpathy/llama2.c
     torch-env/bin/python tests/reference/make_text_fixtures.py llama2.c/run.c [published FOLDER]
 
-Weights are drawn from their keys (tests/drawn.py); models compute in float64, the training curve in float32. With
-`published`, it writes published_minilm.npz as well: what transformers computes in float32, and tokenizers makes of the
-sentences, with all-MiniLM-L6-v2's model.safetensors, config.json and tokenizer.json in FOLDER.
+Weights are drawn from their keys (tests/drawn.py); models compute in float64, the training curve in
+float32. With `published`, it writes published_minilm.npz as well: what transformers computes in
+float32, and tokenizers makes of the sentences, with all-MiniLM-L6-v2's model.safetensors,
+config.json and tokenizer.json in FOLDER.
 """
 
 import json
@@ -199,7 +200,8 @@ TEXTS = [
 
 
 def pieces_of(words, count, seed):
-    """`count` pieces of two to four characters as they stand in words, and whether each begins its word."""
+    """`count` pieces of two to four characters as they stand in words, and whether each begins its
+    word."""
     rng, found = random.Random(seed), {}
     while len(found) < count:
         word = rng.choice(words)
@@ -210,7 +212,8 @@ def pieces_of(words, count, seed):
 
 
 def wordpiece():
-    """A small vocabulary, and tokenizers' own tokens of texts. (Its trainer makes another one every time.)"""
+    """A small vocabulary, and tokenizers' own tokens of texts. (Its trainer makes another one every
+    time.)"""
     words = [
         word
         for word in TEMPEST.read_text(encoding="utf-8").lower().split()[:4000]

@@ -1,10 +1,12 @@
-"""Writes torch_<family>.npz: what PyTorch computes for every case of torch_cases.py, forward and backward.
+"""Writes torch_<family>.npz: what PyTorch computes for every case of torch_cases.py, forward and
+backward.
 
     python -m venv torch-env && torch-env/bin/pip install torch==2.13.0 numpy
     torch-env/bin/python tests/reference/make_torch_fixtures.py [family ...]
 
-The tests read the files alone. Parameters, inputs and cotangents are drawn in float32 from the case's name, PyTorch
-computes in float64, and its results are rounded to float32: what a test then sees is fnet's own rounding.
+The tests read the files alone. Parameters, inputs and cotangents are drawn in float32 from the
+case's name, PyTorch computes in float64, and its results are rounded to float32: what a test then
+sees is fnet's own rounding.
 """
 
 import json
@@ -28,7 +30,8 @@ def draws(seed):
 
 
 def record(case):
-    """The arrays of one case by name: config, params/*, inputs/*, outputs/*, cotangents/*, gradients/*."""
+    """The arrays of one case by name: config, params/*, inputs/*, outputs/*, cotangents/*,
+    gradients/*."""
     draw = draws(case.name)
     params, inputs = (
         {name: rounded(make(draw)) for name, make in given.items()}

@@ -1,4 +1,5 @@
-"""Folders with tokenizers of each kind, trained on The Tempest and some lines in other scripts, and random texts."""
+"""Folders with tokenizers of each kind, trained on The Tempest and some lines in other scripts, and
+random texts."""
 
 import io
 import json
@@ -25,7 +26,8 @@ ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
 
@@ -417,7 +419,8 @@ EMOJI = ["👩‍👩‍👧‍👦", "👍🏽", "🏳️‍🌈", "🇩🇪", 
 
 
 def texts(count, seed=0):
-    """Random texts of many scripts, emoji, combining marks, control characters, runs of space and added tokens."""
+    """Random texts of many scripts, emoji, combining marks, control characters, runs of space and
+    added tokens."""
     draw = random.Random(seed)
     sentences = [line for line in lines() if line.strip()]
 

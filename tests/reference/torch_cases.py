@@ -1,4 +1,5 @@
-"""The table of cases: for each, fnet's layer and options, the shapes of parameters and inputs, and PyTorch's twin."""
+"""The table of cases: for each, fnet's layer and options, the shapes of parameters and inputs, and
+PyTorch's twin."""
 
 import dataclasses
 from collections.abc import Callable
@@ -400,8 +401,9 @@ def attention():
                 f"{name}/bias": normal(out, scale=0.5)
                 for name, out in {**outs, "out": features}.items()
             }
-        # A bias on all keys adds the same to every logit of a query, which softmax takes no notice of, unless
-        # positions turn it. Where there is one key to see, it takes no notice of anything.
+        # A bias on all keys adds the same to every logit of a query, which softmax takes no notice
+        # of, unless positions turn it. Where there is one key to see, it takes no notice of
+        # anything.
         zero = (
             ("params/key/bias",)
             if options.get("use_bias", True) and "rotary" not in options

@@ -1,4 +1,5 @@
-"""MobileNetV2 and GPT-2 in torch.nn alone, by their papers, under the names of their published weights."""
+"""MobileNetV2 and GPT-2 in torch.nn alone, by their papers, under the names of their published
+weights."""
 
 import math
 

@@ -1,7 +1,9 @@
-"""PyTorch's layers as functions of parameters and inputs in fnet's layout: batch first, channels last.
+"""PyTorch's layers as functions of parameters and inputs in fnet's layout: batch first, channels
+last.
 
-Every function permutes what it is given into PyTorch's layout, calls PyTorch, and permutes the result back. Autograd
-goes through the permutations, so gradients come out in fnet's layout without a conversion of their own.
+Every function permutes what it is given into PyTorch's layout, calls PyTorch, and permutes the
+result back. Autograd goes through the permutations, so gradients come out in fnet's layout without
+a conversion of their own.
 """
 
 import torch
@@ -29,7 +31,8 @@ def last(x):
 
 
 def pairs(padding, size, window, strides, dilation):
-    """(before, after) for each dimension. "SAME" is ceil(size / stride) windows, the odd row of padding behind."""
+    """(before, after) for each dimension. "SAME" is ceil(size / stride) windows, the odd row of
+    padding behind."""
     if padding == "VALID":
         return [(0, 0)] * len(window)
     if padding == "CAUSAL":
@@ -83,10 +86,12 @@ def depthwise_conv(p, x, **options):
 def conv_transpose(
     p, x, *, kernel_size, strides=1, padding="SAME", output_padding=0, dilation=1, groups=1
 ):
-    """fnet's kernel is PyTorch's weight with its axes moved: no flip in space, the groups along the features.
+    """fnet's kernel is PyTorch's weight with its axes moved: no flip in space, the groups along the
+    features.
 
-    "SAME" (which PyTorch lacks) gives size * stride: the full transpose, cut by what the convolution that it
-    transposes would have padded, max(reach - stride, 0) with the odd row behind, or filled up to size * stride.
+    "SAME" (which PyTorch lacks) gives size * stride: the full transpose, cut by what the
+    convolution that it transposes would have padded, max(reach - stride, 0) with the odd row
+    behind, or filled up to size * stride.
     """
     dims = x.ndim - 2
     window, strides, dilation = (each(value, dims) for value in (kernel_size, strides, dilation))
@@ -156,10 +161,12 @@ def group_norm(p, x, *, groups, epsilon=1e-5):
 def batch_norm(p, x, *, momentum=0.9, epsilon=1e-5, train, mean, var):
     """One step for each x[i], the running statistics carried from one to the next.
 
-    PyTorch's momentum is 1 minus fnet's. PyTorch's running variance averages the unbiased variances (divided by
-    n - 1), fnet's, like Flax's and Keras', the biased ones (by n) that both normalize with. The update is linear, so
-    the difference comes out in closed form: after k steps `var = m^k * first + (running_var - m^k * first) * (n-1)/n`.
-    The fixture holds both: `state/var`, and PyTorch's own as `torch/running_var`.
+    PyTorch's momentum is 1 minus fnet's. PyTorch's running variance averages the unbiased variances
+    (divided by
+    n - 1), fnet's, like Flax's and Keras', the biased ones (by n) that both normalize with. The
+    update is linear, so the difference comes out in closed form: after k steps `var = m^k * first +
+    (running_var - m^k * first) * (n-1)/n`. The fixture holds both: `state/var`, and PyTorch's own
+    as `torch/running_var`.
     """
     running_mean, running_var, first_var = mean.clone(), var.clone(), var
     ys = [
@@ -294,8 +301,8 @@ def grouped_attention(
 ):
     """`scaled_dot_product_attention` with grouped heads, between four linear maps.
 
-    A window is that of Mistral 7B (Jiang et al., 2023) where causal: query i sees the keys j with i - window < j <= i;
-    else the same on both sides.
+    A window is that of Mistral 7B (Jiang et al., 2023) where causal: query i sees the keys j with i
+    - window < j <= i; else the same on both sides.
     """
     (b, t, features), groups = x.shape, kv_heads or heads
     dim = head_dim or features // heads
@@ -329,9 +336,11 @@ def grouped_attention(
 
 
 def rotate(p, x, positions, *, base=10000.0, interleaved=False):
-    """The rotary embedding as a multiplication of complex numbers (Su et al., 2021, eq. 13, made of d/2 planes).
+    """The rotary embedding as a multiplication of complex numbers (Su et al., 2021, eq. 13, made of
+    d/2 planes).
 
-    x [batch, time, heads, head_dim], positions [batch, time] or [time]. Pairs of features are neighbors in the
+    x [batch, time, heads, head_dim], positions [batch, time] or [time]. Pairs of features are
+    neighbors in the
     paper; GPT-NeoX and its heirs pair feature i with i + head_dim / 2.
     """
     dim = x.shape[-1]
@@ -358,8 +367,10 @@ def recurrent(
 ):
     """`torch.nn.RNN`, `LSTM` or `GRU`; ragged batches go through `pack_padded_sequence`.
 
-    The gates are in the same order here and there. PyTorch adds two biases where fnet has one: each gets a part of
-    it. The GRU's new gate needs both, fnet's bias and recurrent_bias. Final states come back as `carry/...`.
+    The gates are in the same order here and there. PyTorch adds two biases where fnet has one: each
+    gets a part of
+    it. The GRU's new gate needs both, fnet's bias and recurrent_bias. Final states come back as
+    `carry/...`.
     """
     options = {"nonlinearity": activation} if layer == "RNN" else {}
     module = getattr(torch.nn, layer)(

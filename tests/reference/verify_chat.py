@@ -51,7 +51,8 @@ def rendered(words, name):
 
 @check
 def chat():
-    """Conversations rendered by templates of nine styles equal those of transformers, and so do their tokens."""
+    """Conversations rendered by templates of nine styles equal those of transformers, and so do
+    their tokens."""
     transformers = needed("transformers", "transformers")
     needed("tokenizers", "tokenizers")
     for style, (template, tokens) in TEMPLATES.items():

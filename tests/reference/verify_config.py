@@ -1,7 +1,9 @@
-"""Models against transformers' own, with every field of config.json altered in turn; a part of verify_pretrained.py.
+"""Models against transformers' own, with every field of config.json altered in turn; a part of
+verify_pretrained.py.
 
-transformers writes each folder, with random weights. fnet computes transformers' logits or raises an error; where the
-error says how to change the model, the changed model must compute transformers' logits.
+transformers writes each folder, with random weights. fnet computes transformers' logits or raises
+an error; where the error says how to change the model, the changed model must compute transformers'
+logits.
 """
 
 import contextlib
@@ -178,7 +180,8 @@ OTHERS = {
 
 
 def made(transformers, torch, name, options, folder, seed):
-    """(the input, the output) of one of transformers' models with random weights, which it writes to a folder."""
+    """(the input, the output) of one of transformers' models with random weights, which it writes
+    to a folder."""
     cls = getattr(transformers, name)
     twin = cls(cls.config_class(**options, attn_implementation="eager")).eval()
     draws = torch.Generator().manual_seed(seed)
@@ -219,7 +222,8 @@ def changed(model, message):
 
 @check
 def altered_configurations():
-    """config.json altered, one field at a time, in folders that transformers writes: its logits, or an error."""
+    """config.json altered, one field at a time, in folders that transformers writes: its logits, or
+    an error."""
     torch, transformers = needed("torch", "PyTorch"), needed("transformers", "transformers")
     transformers.logging.set_verbosity_error()
     for family, (model, name, options, fields) in FAMILIES.items():
@@ -250,14 +254,17 @@ def altered_configurations():
                 assert result < 1e-5, f"{family}, {case}: {result:.1e}"
                 worst = max(worst, result)
         yield (
-            f"{family}: {len(cases) - skipped} configurations: {equal} equal, {advised} equal once changed as the "
-            f"error says, within {worst:.1e}; {len(refused)} refused ({'; '.join(refused)}); {skipped} not made"
+            f"{family}: {len(cases) - skipped} configurations: {equal} equal, {advised} equal once "
+            f"changed as the "
+            f"error says, within {worst:.1e}; {len(refused)} refused ({'; '.join(refused)}); "
+            f"{skipped} not made"
         )
 
 
 @check
 def altered_tokenizers():
-    """BERT's tokenizer with all of its options, in folders that transformers writes: its tokens for random texts."""
+    """BERT's tokenizer with all of its options, in folders that transformers writes: its tokens for
+    random texts."""
     transformers = needed("transformers", "transformers")
     held = json.loads(
         (pathlib.Path(__file__).parent / "tokenizers.json").read_text(encoding="utf-8")
@@ -309,7 +316,8 @@ def altered_tokenizers():
 
 @check
 def other_families():
-    """Folders that transformers writes for models with the same arrays but another forward pass: each is refused."""
+    """Folders that transformers writes for models with the same arrays but another forward pass:
+    each is refused."""
     torch, transformers = needed("torch", "PyTorch"), needed("transformers", "transformers")
     for family, (name, (model, _, options, _), more) in OTHERS.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,15 @@
-"""Decoders of transformers with every field of config.json altered in turn; a part of verify_pretrained.py.
+"""Decoders of transformers with every field of config.json altered in turn; a part of
+verify_pretrained.py.
 
     make verify-pretrained ARGS=altered_decoders            # or ARGS=altered_decoders=gemma,phi3
     python tests/reference/verify_decoders.py [FAMILY ...]
 
-Each field of the config.json of a small random model is altered, one at a time: other values, null, and absent.
-`pretrained.load(folder)` raises an error that names the field (or the model's field that it sets), or the logits are
-those of transformers for the altered config.json: with the same weights if their names and shapes fit, otherwise with
-new ones. Fields that both ignore, such as those for training, count as equal. Where transformers raises an error, there
-is nothing to compare with.
+Each field of the config.json of a small random model is altered, one at a time: other values, null,
+and absent. `pretrained.load(folder)` raises an error that names the field (or the model's field
+that it sets), or the logits are those of transformers for the altered config.json: with the same
+weights if their names and shapes fit, otherwise with new ones. Fields that both ignore, such as
+those for training, count as equal. Where transformers raises an error, there is nothing to compare
+with.
 """
 
 import copy
@@ -152,10 +154,12 @@ def changes(config, family):
 
 
 def reference(cls, folder, tokens, seed):
-    """The logits of transformers' model for config.json, whose weights are written if those of the folder do not fit.
+    """The logits of transformers' model for config.json, whose weights are written if those of the
+    folder do not fit.
 
     Returns:
-        (logits, whether the weights are new); None if transformers raises an error, or the model is large.
+        (logits, whether the weights are new); None if transformers raises an error, or the model is
+        large.
     """
     torch = needed("torch", "PyTorch")
     text = (folder / "config.json").read_text()
@@ -256,7 +260,8 @@ class Counts:
 
     def row(self):
         return (
-            f"| {self.name} | {len(self.fields)} | {self.equal + self.refused + self.wrong} | {self.equal} | "
+            f"| {self.name} | {len(self.fields)} | {self.equal + self.refused + self.wrong} | "
+            f"{self.equal} | "
             f"{self.worst:.1e} | {self.refused} | {self.wrong} |"
         )
 

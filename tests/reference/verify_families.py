@@ -1,12 +1,14 @@
-"""Random small models of each family, written by transformers, against the same folder loaded by fnet.
+"""Random small models of each family, written by transformers, against the same folder loaded by
+fnet.
 
     make verify-pretrained ARGS=families            # or ARGS=families=gemma,bert
     python tests/reference/verify_families.py [FAMILY ...]
 
-For each configuration: transformers creates and saves a model with random weights; `pretrained.load(folder)` loads it.
-Outputs must agree within 1e-5 of the largest, in float32. A decoder must continue three prompts of unequal length with
-the same 50 tokens, without a search. `pretrained.save` writes the weights, transformers loads them, and its outputs
-must be equal to the original ones in every bit.
+For each configuration: transformers creates and saves a model with random weights;
+`pretrained.load(folder)` loads it. Outputs must agree within 1e-5 of the largest, in float32. A
+decoder must continue three prompts of unequal length with the same 50 tokens, without a search.
+`pretrained.save` writes the weights, transformers loads them, and its outputs must be equal to the
+original ones in every bit.
 
 To add a decoder: an entry in FAMILIES. Encoders and vision models are those of encoder_families.py.
 """
@@ -37,8 +39,9 @@ class Family:
 
     Args:
         config, model: the classes of transformers.
-        cases: fields of the configuration, one dict for each model. The sizes are random, except those in the dict.
-        sizes: the family's names of width, depth, heads, hidden and maximum length.
+        cases: fields of the configuration, one dict for each model. The sizes are random, except
+        those in the dict. sizes: the family's names of width, depth, heads, hidden and maximum
+        length.
     """
 
     config: str
@@ -444,7 +447,8 @@ def difference(got, want):
 
 
 def decoder(family, case, seed, folder):
-    """(largest relative difference of logits, whether greedy text is equal, whether saved weights are equal)."""
+    """(largest relative difference of logits, whether greedy text is equal, whether saved weights
+    are equal)."""
     torch, transformers = needed("torch", "PyTorch"), needed("transformers", "transformers")
     reference = created(family, case, seed)
     reference.save_pretrained(folder)
@@ -486,7 +490,8 @@ def results(name):
 
 @check
 def families(*names):
-    """Random models of every family, written by transformers: outputs, greedy text, and weights saved back."""
+    """Random models of every family, written by transformers: outputs, greedy text, and weights
+    saved back."""
     needed("torch", "PyTorch")
     needed("transformers", "transformers, the reference,").logging.set_verbosity_error()
     warnings.filterwarnings("ignore")

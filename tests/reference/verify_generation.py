@@ -15,7 +15,8 @@ PROMPTS = np.random.default_rng(0).integers(3, 24, (4, 6)).astype(np.int32)
 
 
 def networks(torch, transformers):
-    """(network, fnet's model, its parameters), of random weights so large that the most probable token varies."""
+    """(network, fnet's model, its parameters), of random weights so large that the most probable
+    token varies."""
     for seed in range(3):
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(
@@ -42,7 +43,8 @@ def networks(torch, transformers):
 
 @check
 def generation_against_transformers():
-    """Greedy text with penalties, beam search, and the candidates of sampling equal those of transformers."""
+    """Greedy text with penalties, beam search, and the candidates of sampling equal those of
+    transformers."""
     torch, transformers = needed("torch", "PyTorch"), needed("transformers", "transformers")
     tokens, texts, beams = torch.tensor(PROMPTS.astype(np.int64)), 0, 0
     for network, model, params in networks(torch, transformers):

@@ -1,12 +1,14 @@
-"""Published weights of full size against published answers: what was compared, and how close it came.
+"""Published weights of full size against published answers: what was compared, and how close it
+came.
 
     make verify-pretrained
     make verify-pretrained ARGS="memory altered_decoders=gemma,phi3"
     python tests/reference/verify_pretrained.py [--photos=DIR] [CHECK[=PART,...] ...]
 
-Each check is a function of CHECKS. It yields sentences that say what was compared and how close, raises `Skip` where
-something is not on this disk, and AssertionError where the answer is another. Photos come out of matplotlib,
-scikit-image and scikit-learn, where those are installed (or from --photos=DIR); PyTorch is used where it is.
+Each check is a function of CHECKS. It yields sentences that say what was compared and how close,
+raises `Skip` where something is not on this disk, and AssertionError where the answer is another.
+Photos come out of matplotlib, scikit-image and scikit-learn, where those are installed (or from
+--photos=DIR); PyTorch is used where it is.
 """
 
 import importlib.util
@@ -139,7 +141,8 @@ def mobilenet_v2_logits():
 
 @check
 def mobilenet_v2_twin():
-    """MobileNetV2 against a twin in torch.nn: logits of the photos; saved, loaded into the twin, and unchanged."""
+    """MobileNetV2 against a twin in torch.nn: logits of the photos; saved, loaded into the twin,
+    and unchanged."""
     torch = needed("torch", "PyTorch")
     from safetensors.torch import load_file as load_torch
     from torch_networks import MobileNetV2

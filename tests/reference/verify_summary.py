@@ -1,4 +1,5 @@
-"""`introspect.summary` against torchinfo, for the same networks in PyTorch; a part of verify_pretrained.py."""
+"""`introspect.summary` against torchinfo, for the same networks in PyTorch; a part of
+verify_pretrained.py."""
 
 import jax
 from verifying import check, needed
@@ -19,7 +20,8 @@ def summaries_against_torchinfo():
     import torch_networks
 
     def of_torch(network, kinds, **options):
-        """(parameters by module and in all, mult-adds of some kinds of modules without their biases)"""
+        """(parameters by module and in all, mult-adds of some kinds of modules without their
+        biases)"""
         info = torchinfo.summary(network.eval(), verbose=0, depth=9, **options)
         rows = [row for row in info.summary_list if row.is_leaf_layer]
         biases = sum(

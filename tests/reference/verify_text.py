@@ -43,7 +43,8 @@ def stories():
 
 @check
 def minilm_against_transformers():
-    """MiniLM's tokens, hidden states and sentence embeddings against tokenizers' and transformers' own."""
+    """MiniLM's tokens, hidden states and sentence embeddings against tokenizers' and transformers'
+    own."""
     path = first("minilm-l6", "minilm")
     model = pretrained.model("minilm-l6", path)
     params, _ = pretrained.load(model, path)
@@ -67,7 +68,8 @@ def minilm_against_transformers():
             apart = np.abs(np.asarray(got)[real] - hidden).max() / np.abs(hidden).max()
             embedded = np.abs(near - embeddings).max()
             yield (
-                f"{shape.replace('x', ' sentences of ')}: the same tokens, hidden states within {apart:.1e} of the "
+                f"{shape.replace('x', ' sentences of ')}: the same tokens, hidden states within "
+                f"{apart:.1e} of the "
                 f"largest, sentence embeddings within {embedded:.1e}"
             )
             assert apart < 1e-5 and embedded < 1e-6
@@ -87,7 +89,8 @@ def stories15m_greedy_text():
 
 @check
 def stories15m_cache():
-    """Logits token by token through the cache against those of the full pass, for prompts of unequal length."""
+    """Logits token by token through the cache against those of the full pass, for prompts of
+    unequal length."""
     _, model, params, raw = stories()
     story = np.array([1, *Decoder(raw, np.float32).greedy([1], 100)], np.int32)
     text, lengths = (
@@ -135,8 +138,10 @@ def stories15m_speed():
     yield f"{np.median(times):.0f} tokens/s (best {max(times):.0f}) on {os.cpu_count()} cores"
     if theirs:
         yield (
-            f"llama2.c: {np.median(theirs):.0f} tokens/s (best {max(theirs):.0f}); fnet's median is "
-            f"{np.median(times) / np.median(theirs):.2f} of its, fnet's best {max(times) / max(theirs):.2f}"
+            f"llama2.c: {np.median(theirs):.0f} tokens/s (best {max(theirs):.0f}); fnet's median "
+            f"is "
+            f"{np.median(times) / np.median(theirs):.2f} of its, fnet's best "
+            f"{max(times) / max(theirs):.2f}"
         )
     else:
         yield "($LLAMA2C names no binary of llama2.c's run.c: its speed was not measured)"
@@ -144,7 +149,8 @@ def stories15m_speed():
 
 @check
 def gpt_learns_as_in_pytorch():
-    """A GPT and its twin in torch.nn, from the same weights on the same batches: 100 steps of AdamW in float32."""
+    """A GPT and its twin in torch.nn, from the same weights on the same batches: 100 steps of AdamW
+    in float32."""
     torch = needed("torch", "PyTorch")
     from safetensors.torch import load_file as load_torch
     from torch_networks import GPT
@@ -187,7 +193,8 @@ def gpt_learns_as_in_pytorch():
     apart = np.abs(np.subtract(losses, expected)).max()
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     yield (
-        f"{count:,} parameters, batches of {batch} x {time} characters: the loss falls from {losses[0]:.3f} to "
+        f"{count:,} parameters, batches of {batch} x {time} characters: the loss falls from "
+        f"{losses[0]:.3f} to "
         f"{losses[-1]:.3f}, PyTorch's to {expected[-1]:.3f}; never more than {apart:.1e} apart"
     )
     assert apart < 1e-3

@@ -15,7 +15,8 @@ SIZE, COUNT = 1200, 2000
 
 @check
 def tokenizers(*kinds):
-    """Tokenizers of each kind, trained here: tokens and decoded text of 2,000 random texts as transformers'."""
+    """Tokenizers of each kind, trained here: tokens and decoded text of 2,000 random texts as
+    transformers'."""
     transformers = needed("transformers", "transformers")
     for library in ("tokenizers", "sentencepiece"):
         needed(library, library)
@@ -48,7 +49,8 @@ def tokenizers(*kinds):
             )
             if not result.all() and len(wrong) < 3:
                 wrong.append(
-                    f"{kind}: {text!r}: {tokens}, expected {wanted}; {own.decode(wanted)!r}, expected "
+                    f"{kind}: {text!r}: {tokens}, expected {wanted}; {own.decode(wanted)!r}, "
+                    f"expected "
                     f"{theirs.decode(wanted, skip_special_tokens=True)!r}"
                 )
             equal += result

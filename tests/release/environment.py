@@ -1,4 +1,5 @@
-"""An environment with the declared dependencies of fnet and nothing else, created without network access."""
+"""An environment with the declared dependencies of fnet and nothing else, created without network
+access."""
 
 import importlib.metadata
 import json
@@ -12,7 +13,8 @@ from packaging.requirements import Requirement
 
 
 def closure(names):
-    """Returns the distributions that the requirements `names` need, with the markers and extras of this Python."""
+    """Returns the distributions that the requirements `names` need, with the markers and extras of
+    this Python."""
     found, queue = {}, [Requirement(name) for name in names]
     while queue:
         requirement = queue.pop()
@@ -32,7 +34,8 @@ def closure(names):
 
 
 def create(folder: Path, names) -> Path:
-    """Creates a virtual environment in which links to these distributions are the only packages. Returns its Python."""
+    """Creates a virtual environment in which links to these distributions are the only packages.
+    Returns its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(
         sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})

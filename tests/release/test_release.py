@@ -1,6 +1,7 @@
 """The wheel and the source distribution build, install and import in an empty environment.
 
-It has the declared dependencies and nothing else, as links to installed packages, so that no test uses the network.
+It has the declared dependencies and nothing else, as links to installed packages, so that no test
+uses the network.
 """
 
 import os
@@ -107,7 +108,8 @@ print("trained to step", tr.load("run").step)
 
 
 def executed(name, dist, folder, monkeypatch, **flags):
-    """Runs a notebook in a new environment, with the wheel beside the notebook, as after an upload to Colab.
+    """Runs a notebook in a new environment, with the wheel beside the notebook, as after an upload
+    to Colab.
 
     Returns the text that the notebook prints, and the number of its pictures.
     """

@@ -1,4 +1,5 @@
-"""Reports of runs: whole, damaged, hostile and of other programs. They never raise and never execute what they show."""
+"""Reports of runs: whole, damaged, hostile and of other programs. They never raise and never
+execute what they show."""
 
 import html
 import json

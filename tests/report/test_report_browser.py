@@ -1,4 +1,5 @@
-"""The page of a report in Chromium: controls, keys, widths, dark and light. Skipped without a browser."""
+"""The page of a report in Chromium: controls, keys, widths, dark and light. Skipped without a
+browser."""
 
 import pytest
 from browser import chromium

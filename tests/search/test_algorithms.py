@@ -141,7 +141,8 @@ def test_perturbation_and_resampling():
 @pytest.mark.parametrize("steps", [3, 4, 6])
 @pytest.mark.parametrize("method", ["vmap", "loop"])
 def test_pbt_resumes_bit_by_bit(method, steps, tmp_path):
-    """Interrupted in the middle of a generation, at its end, and in the next one; a generation has 4 steps."""
+    """Interrupted in the middle of a generation, at its end, and in the next one; a generation has
+    4 steps."""
     space = search.Space(rate=search.LogUniform(0.001, 0.1))
 
     def train(folder, steps):
@@ -519,7 +520,8 @@ def test_the_values_of_a_choice_keep_their_types():
 
 
 def test_programs_are_told_apart_by_their_constants():
-    """Those of jitted functions are not in the text of the jaxpr; what JAX cannot trace is compared by its bytecode."""
+    """Those of jitted functions are not in the text of the jaxpr; what JAX cannot trace is compared
+    by its bytecode."""
 
     def made(constant, host=False):
         inner = jax.jit(lambda x: (x * constant).sum())

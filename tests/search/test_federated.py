@@ -72,7 +72,8 @@ def test_fedsgd_with_all_clients_is_one_large_batch(method):
 
 
 def test_several_epochs_of_uneven_clients_equal_numpy():
-    """One batch of a client in each epoch makes its order irrelevant; the smaller client has fewer batches."""
+    """One batch of a client in each epoch makes its order irrelevant; the smaller client has fewer
+    batches."""
     with jax.enable_x64(True):
         data = parts([4, 4, 2])
         local = federated.local(loss, optax.sgd(0.1, momentum=0.9), proximal=0.5)
@@ -102,7 +103,8 @@ def test_several_epochs_of_uneven_clients_equal_numpy():
 
 
 def test_sums_over_clients_do_not_fit_in_16_bits():
-    """257 and 1 examples: the weighted mean of the changes 1 and 0, whose weights bfloat16 would round to 256 and 1."""
+    """257 and 1 examples: the weighted mean of the changes 1 and 0, whose weights bfloat16 would
+    round to 256 and 1."""
     data = federated.clients([np.ones(257, np.float32), np.zeros(1, np.float32)])
     change = lambda w, batch, weight, key: (w + (batch * weight).max().astype(w.dtype) / 8, {})
     round = federated.fedavg(
@@ -205,7 +207,8 @@ def test_a_client_that_diverges_does_not_answer():
 
 
 def test_clipped_and_noisy_gradients_are_those_of_optax():
-    """Without noise: the mean of clipped gradients, padding excluded. With noise: noise of the right size."""
+    """Without noise: the mean of clipped gradients, padding excluded. With noise: noise of the
+    right size."""
     part = parts([3, 4], "float32")
     begin = lambda: federated.init(jax.random.key(0), params("float32"), optax.sgd(1.0))
 

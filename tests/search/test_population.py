@@ -178,7 +178,8 @@ def test_a_member_that_diverges_is_marked(method):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("devices", [None, 2])
 def test_members_are_read_and_changed_between_the_steps_of_a_loop(devices):
-    """Whether the members are read, copied or given other hyperparameters between two steps, vmap does the same."""
+    """Whether the members are read, copied or given other hyperparameters between two steps, vmap
+    does the same."""
     init, step, batches, hyper = program("float32")
     other = {**hyper, "rate": hyper["rate"][::-1]}
 

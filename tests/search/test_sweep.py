@@ -17,7 +17,8 @@ from fnet import _cli_sweep, search
 from fnet.cli import main
 from fnet.search import _sweep, _sweep_page
 
-# An experiment without fnet, which is quick: it logs each step, resumes after the last one, and says when it begins.
+# An experiment without fnet, which is quick: it logs each step, resumes after the last one, and
+# says when it begins.
 SCRIPT = """
 import json, os, signal, sys, time
 given = dict(arg[2:].split("=", 1) for arg in sys.argv[1:])
@@ -318,8 +319,9 @@ def test_importance():
 
 
 def test_the_importance_of_noise_is_not_significant():
-    """Six trials of three hyperparameters: noise explains large shares, but it is called significant in 5 % of sweeps,
-    and nothing but the first hyperparameter explains the second metric."""
+    """Six trials of three hyperparameters: noise explains large shares, but it is called
+    significant in 5 % of sweeps, and nothing but the first hyperparameter explains the second
+    metric."""
     space = search.Space(
         a=search.LogUniform(1e-4, 1), b=search.Integer(4, 64), c=search.Choice(("relu", "tanh"))
     )

@@ -27,7 +27,8 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
-    # A background process may have inherited that these are ignored, and its victims would inherit it too.
+    # A background process may have inherited that these are ignored, and its victims would inherit
+    # it too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     seed = random.randrange(10**6) if options.seed is None else options.seed
@@ -59,7 +60,8 @@ def main():
             folder.mkdir(mode=0o777)
             tried, survived, said = harm(count, folder, random.Random(f"{seed} {name}"))
             print(
-                f"{name:34} {tried:7} {survived:9} {tried - survived:5} {time.monotonic() - began:8.0f}",
+                f"{name:34} {tried:7} {survived:9} {tried - survived:5} "
+                f"{time.monotonic() - began:8.0f}",
                 flush=True,
             )
             for line in said[:5]:

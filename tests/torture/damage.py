@@ -1,4 +1,5 @@
-"""Damage to the files of a checkpoint: flipped bits, and truncated, lengthened, deleted or exchanged files."""
+"""Damage to the files of a checkpoint: flipped bits, and truncated, lengthened, deleted or
+exchanged files."""
 
 import json
 import os
@@ -79,7 +80,8 @@ def flips(count, folder, rng):
 
 
 def files(count, folder, rng):
-    """Each file cut short anywhere, lengthened, emptied, deleted, exchanged with another step's; folders exchanged."""
+    """Each file cut short anywhere, lengthened, emptied, deleted, exchanged with another step's;
+    folders exchanged."""
     sound, lost, tried = saved(folder / "sound").folder, [], 0
     names = sorted(path.name for path in (sound / str(STEPS[-1])).iterdir())
     kinds = {
@@ -118,10 +120,12 @@ def overwrite(file, rng):
 
 
 def apart(name, count, folder, seed):
-    """The same in a process of its own, since JAX computes here and the other harms are forked from this one."""
+    """The same in a process of its own, since JAX computes here and the other harms are forked from
+    this one."""
     module, function = name.split(".")
     code = (
-        f"from tests.torture import {module}; import json, pathlib, random; print(json.dumps({module}.{function}("
+        f"from tests.torture import {module}; import json, pathlib, random; "
+        f"print(json.dumps({module}.{function}("
         f"{count}, pathlib.Path({str(folder)!r}), random.Random({seed}))))"
     )
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""Random command lines for the experiments: each is accepted, or ends with one line and exit code 2."""
+"""Random command lines for the experiments: each is accepted, or ends with one line and exit code
+2."""
 
 import contextlib
 import dataclasses
@@ -237,7 +238,8 @@ SMALL = {
 
 
 def runs(count, folder, rng):
-    """So many runs of two steps, from the command line to the end, with impossible flags among them."""
+    """So many runs of two steps, from the command line to the end, with impossible flags among
+    them."""
     files, lost, finished, slowest = hostile_files(folder / "files"), [], 0, 0.0
     names = [
         *SMALL,

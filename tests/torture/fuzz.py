@@ -1,5 +1,5 @@
-"""Fuzz test of the readers of untrusted files: each returns an array or raises ValueError, within limits of time and
-memory."""
+"""Fuzz test of the readers of untrusted files: each returns an array or raises ValueError, within
+limits of time and memory."""
 
 import dataclasses
 import functools

@@ -1,4 +1,5 @@
-"""Faults in the environment of a run: its process group, workers, source, evaluation, folder, log and optimizer."""
+"""Faults in the environment of a run: its process group, workers, source, evaluation, folder, log
+and optimizer."""
 
 import re
 import shutil
@@ -10,7 +11,8 @@ from tests.torture.victims import Victim, newest, one_sentence, remains, whole
 
 
 def _ended(workdir, victim, *, within, code=0, seconds=None, again=()):
-    """ "" if the run ended as promised and resumes to the bits of an undisturbed one; else what happened."""
+    """ "" if the run ended as promised and resumes to the bits of an undisturbed one; else what
+    happened."""
     said = victim.said
     again = Victim(workdir, "--steps=60", *again)
     again.end()
@@ -27,8 +29,8 @@ def _ended(workdir, victim, *, within, code=0, seconds=None, again=()):
 
 
 def _config(workdir):
-    """The configuration in the newest checkpoint. Not by `tr.load`: victims are forked from here, where JAX must not
-    compute."""
+    """The configuration in the newest checkpoint. Not by `tr.load`: victims are forked from here,
+    where JAX must not compute."""
     return tr.Checkpoints(workdir / "checkpoints").notes()["fit"]["config"]
 
 
@@ -47,7 +49,8 @@ def _each(count, folder, harm, *arguments):
 
 
 def forked_workers(count, folder, rng):
-    """Ctrl-C to the whole group of a run whose batches come from forked workers, and again to the workers later."""
+    """Ctrl-C to the whole group of a run whose batches come from forked workers, and again to the
+    workers later."""
 
     def harm(workdir, number):
         victim = Victim(workdir, "--steps=60", "--workers=2", group=True)
@@ -63,7 +66,8 @@ def forked_workers(count, folder, rng):
 
 
 def group_signals(count, folder, rng):
-    """A signal to the process and at once to its group, as GNU timeout, a closed terminal or SLURM send it."""
+    """A signal to the process and at once to its group, as GNU timeout, a closed terminal or SLURM
+    send it."""
 
     def harm(workdir, number):
         victim = Victim(workdir, "--steps=60", group=True)
@@ -115,8 +119,9 @@ def raising(count, folder, rng):
 
 
 def functions_of_on_step(count, folder, rng):
-    """A function of on_step never returns and a signal comes, or it raises: the step is saved, and what is still to be
-    done at it is done after the restart. A tenth of the steps is logged, a twentieth evaluated."""
+    """A function of on_step never returns and a signal comes, or it raises: the step is saved, and
+    what is still to be done at it is done after the restart. A tenth of the steps is logged, a
+    twentieth evaluated."""
 
     def harm(workdir, number):
         kind, at = (
@@ -142,7 +147,8 @@ def functions_of_on_step(count, folder, rng):
 
 
 def signals_before_on_step(count, folder, rng):
-    """A signal at any moment of a run whose on_step logs each step: no step's line is missing or there twice."""
+    """A signal at any moment of a run whose on_step logs each step: no step's line is missing or
+    there twice."""
 
     def harm(workdir, number):
         victim = Victim(workdir, "--steps=60", "--on-step=none")
@@ -156,7 +162,8 @@ def signals_before_on_step(count, folder, rng):
 
 
 def broken_logs(count, folder, rng):
-    """A line of metrics.jsonl or TensorBoard is written by half, and then writing raises: no complete step is lost."""
+    """A line of metrics.jsonl or TensorBoard is written by half, and then writing raises: no
+    complete step is lost."""
 
     def harm(workdir, number):
         victim = Victim(workdir, "--steps=60", f"--log={rng.randint(0, 17)}")
@@ -170,7 +177,8 @@ def broken_logs(count, folder, rng):
 
 
 def two_configurations(count, folder, rng):
-    """Two configurations started together in a new folder: one trains and is what the folder says, one is refused."""
+    """Two configurations started together in a new folder: one trains and is what the folder says,
+    one is refused."""
 
     def harm(workdir, number):
         pair = [Victim(workdir, "--steps=60", f"--config={name}") for name in "ab"]
@@ -187,7 +195,8 @@ def two_configurations(count, folder, rng):
 
 
 def replaced_folder(count, folder, rng):
-    """The folder is removed under a live run and another run begins there: nothing of the old one gets in."""
+    """The folder is removed under a live run and another run begins there: nothing of the old one
+    gets in."""
 
     def harm(workdir, number):
         old = Victim(workdir, "--steps=2000", "--config=old")
@@ -212,7 +221,8 @@ def replaced_folder(count, folder, rng):
 
 
 def damaged_logs(count, folder, rng):
-    """metrics.jsonl with other bytes, lines that are none, lines without a step: the run is resumed all the same."""
+    """metrics.jsonl with other bytes, lines that are none, lines without a step: the run is resumed
+    all the same."""
 
     def harm(workdir, number):
         first = Victim(workdir, "--steps=60", f"--raise=source:{rng.randint(15, 55)}")
@@ -247,8 +257,9 @@ def damaged_logs(count, folder, rng):
 
 
 def nonfinite_optimizer(count, folder, rng):
-    """A moment of the optimizer, the moving average or another leaf of the state becomes infinite; the parameters stay
-    finite: no such state is saved, and the error names the step and the leaf."""
+    """A moment of the optimizer, the moving average or another leaf of the state becomes infinite;
+    the parameters stay finite: no such state is saved, and the error names the step and the
+    leaf."""
 
     def harm(workdir, number):
         at, leaf = (

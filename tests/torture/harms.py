@@ -1,5 +1,5 @@
-"""Faults injected into runs: each function injects one kind `count` times and returns (tried, survived, what was
-lost)."""
+"""Faults injected into runs: each function injects one kind `count` times and returns (tried,
+survived, what was lost)."""
 
 import os
 import shutil
@@ -18,7 +18,8 @@ VICTIM = Path(__file__).with_name("victim.py")
 
 
 def kills(count, folder, rng):
-    """SIGKILL at a random moment, from the start of the process to its end; every restart resumes, to the same end."""
+    """SIGKILL at a random moment, from the start of the process to its end; every restart resumes,
+    to the same end."""
     expected, lost, tried, run = whole(folder, STEPS), [], 0, 0
     while tried < count or run_is_open(folder / f"run{run}"):
         workdir = folder / f"run{run}"
@@ -74,13 +75,15 @@ def terms(count, folder, rng, phase):
         said = one_sentence(victim.said) or (at == 60 and not victim.said)  # it was about to end
         if code != 0 or seconds > 30 or not said or again != 0 or remains(workdir) != expected:
             lost.append(
-                f"{number}: exit {code} after {seconds:.1f} s at step {at}, then {again}: {victim.said}"
+                f"{number}: exit {code} after {seconds:.1f} s at step {at}, then {again}: "
+                f"{victim.said}"
             )
     return count, count - len(lost), lost
 
 
 def races(count, folder, rng):
-    """Two processes for one folder: one has it and ends well, the other says so in a sentence with exit code 2."""
+    """Two processes for one folder: one has it and ends well, the other says so in a sentence with
+    exit code 2."""
     expected, lost = whole(folder, "--steps=60"), []
     for number in range(count):
         workdir = folder / f"race{number}"
@@ -98,7 +101,8 @@ def races(count, folder, rng):
 
 
 def full_disk(count, folder, rng):
-    """A small tmpfs that fills; where nothing can be mounted, files that may not grow. Then room again, and on."""
+    """A small tmpfs that fills; where nothing can be mounted, files that may not grow. Then room
+    again, and on."""
     import resource
 
     expected, lost, mounted = whole(folder, "--steps=60"), [], 0
@@ -127,7 +131,8 @@ def full_disk(count, folder, rng):
                 or (newest(workdir) < at or remains(workdir) != expected)
             ):
                 lost.append(
-                    f"disk {number} ({kib if has else limit}): exit {code} at step {at}: {victim.said[-400:]}; "
+                    f"disk {number} ({kib if has else limit}): exit {code} at step {at}: "
+                    f"{victim.said[-400:]}; "
                     f"then {again.code}: {again.said[-300:]}"
                 )
         finally:
@@ -141,7 +146,8 @@ def full_disk(count, folder, rng):
 
 
 def read_only(count, folder, rng):
-    """A folder that may only be read, new or with a run in it: a sentence and exit code 2; then writable, and on."""
+    """A folder that may only be read, new or with a run in it: a sentence and exit code 2; then
+    writable, and on."""
     expected, lost = whole(folder, "--steps=60"), []
     root = os.geteuid() == 0  # who may write where nobody may, except on what is mounted read-only
     for number in range(count):
@@ -173,7 +179,8 @@ def read_only(count, folder, rng):
                 or remains(workdir) != expected
             ):
                 lost.append(
-                    f"{number}: exit {code}: {victim.said[-300:]}; then {again.code}: {again.said[-300:]}"
+                    f"{number}: exit {code}: {victim.said[-300:]}; then {again.code}: "
+                    f"{again.said[-300:]}"
                 )
         finally:
             if root:
@@ -227,7 +234,8 @@ def ended(process):
 
 
 def one_of_two(workdir, expected, asked, rng):
-    """Kills one process of two: "" if the other ends in bounded time with a sentence and both resume to `expected`."""
+    """Kills one process of two: "" if the other ends in bounded time with a sentence and both
+    resume to `expected`."""
     both = pair(workdir, 60)
     for _ in range(rng.randint(8, 55)):
         while both[1].stdout.readline() not in ("step\n", ""):
@@ -251,7 +259,8 @@ def one_of_two(workdir, expected, asked, rng):
 
 
 def workers(count, folder, rng):
-    """One of two processes killed: the other ends in bounded time, the first one's with a sentence; both resume."""
+    """One of two processes killed: the other ends in bounded time, the first one's with a sentence;
+    both resume."""
     for process in pair(folder / "whole", 60):
         said, code = ended(process)
         if code != 0:

@@ -1,6 +1,8 @@
-"""Harm to runs in an object store: an S3 server on 127.0.0.1 that fails, processes that are killed while they save.
+"""Harm to runs in an object store: an S3 server on 127.0.0.1 that fails, processes that are killed
+while they save.
 
-Victims are forked from this process, and obstore's threads do not survive a fork: so the store is read in children.
+Victims are forked from this process, and obstore's threads do not survive a fork: so the store is
+read in children.
 """
 
 import json
@@ -51,7 +53,8 @@ def _count(number):
 
 
 def _each(count, folder, harm, notes=lambda: []):
-    """(tried, survived, what was lost) of `harm(server, url, number, expected)`, which returns what went wrong or ""."""
+    """(tried, survived, what was lost) of `harm(server, url, number, expected)`, which returns what
+    went wrong or ""."""
     if s3.MISSING:
         return 0, 0, [f"note: skipped, {s3.REASON}"]
     expected = whole(folder, "--steps=60")
@@ -69,7 +72,8 @@ def _each(count, folder, harm, notes=lambda: []):
 
 
 def kills(count, folder, rng, faults):
-    """SIGKILL at a random moment, most of them while a checkpoint is saved; every restart resumes, to the same end.
+    """SIGKILL at a random moment, most of them while a checkpoint is saved; every restart resumes,
+    to the same end.
 
     Each number is one kill; a run is killed three times and then finished.
     """
@@ -110,7 +114,8 @@ def kills(count, folder, rng, faults):
 
 
 def errors(count, folder, rng):
-    """A tenth of the reads and a fifth of the writes fail, in different ways: the run ends as if none had."""
+    """A tenth of the reads and a fifth of the writes fail, in different ways: the run ends as if
+    none had."""
 
     def harm(server, url, number, expected):
         server.faults(*_count(10**9))
@@ -128,7 +133,8 @@ def errors(count, folder, rng):
 
 
 def outages(count, folder, rng):
-    """From some request on nothing succeeds: one sentence and exit code 2; then the server is back, and on."""
+    """From some request on nothing succeeds: one sentence and exit code 2; then the server is back,
+    and on."""
 
     def impatient():
         from fnet.training.checkpoints import _storage
@@ -179,7 +185,8 @@ def races(count, folder, rng):
 
 
 def workers(count, folder, rng):
-    """One of two processes killed; undisturbed, two in the store come to the same as two in a folder."""
+    """One of two processes killed; undisturbed, two in the store come to the same as two in a
+    folder."""
     whole = []
 
     def harm(server, url, number, expected):

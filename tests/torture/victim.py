@@ -1,11 +1,14 @@
-"""A run of `fit` with all of its options, to be killed, interrupted, starved of resources and resumed.
+"""A run of `fit` with all of its options, to be killed, interrupted, starved of resources and
+resumed.
 
-    python tests/torture/victim.py WORKDIR [--steps=N] [--slow=evaluation|save] [--process=I --of=N --port=P]
-        [--workers=N] [--hang=STEP] [--raise=evaluation|source:STEP] [--infinite=STEP:LEAF] [--config=NAME]
-        [--on-step=none|tell|wait|retry|raise|exit:STEP] [--log=NUMBER]
+    python tests/torture/victim.py WORKDIR [--steps=N] [--slow=evaluation|save] [--process=I --of=N
+        --port=P] [--workers=N] [--hang=STEP] [--raise=evaluation|source:STEP]
+        [--infinite=STEP:LEAF] [--config=NAME] [--on-step=none|tell|wait|retry|raise|exit:STEP]
+        [--log=NUMBER]
 
-It prints what it is at, one word a line ("compile", "step", "evaluation", "save"), for whoever means it harm, and ends
-as the experiments do: 0 when finished or told to stop, 2 with one sentence where something is wrong.
+It prints what it is at, one word a line ("compile", "step", "evaluation", "save"), for whoever
+means it harm, and ends as the experiments do: 0 when finished or told to stop, 2 with one sentence
+where something is wrong.
 """
 
 import argparse
@@ -110,7 +113,8 @@ def infinite(path):
 
 
 def on_step(kind):
-    """A function that logs each step, and at one of them never returns or raises; "tell" only names each step."""
+    """A function that logs each step, and at one of them never returns or raises; "tell" only names
+    each step."""
     kind, _, at = kind.partition(":")
 
     def call(end):
@@ -135,7 +139,8 @@ def on_step(kind):
 
 
 def break_log(number):
-    """From the writing number `number` on, lines of the logs are written half and then an error is raised."""
+    """From the writing number `number` on, lines of the logs are written half and then an error is
+    raised."""
     writing, logging, count, at = _logs._written, _logs.Logger.write, itertools.count(), 0
 
     def log(self, step, values):

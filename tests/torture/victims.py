@@ -1,5 +1,6 @@
-"""Starts and watches victims, the runs into which faults are injected, and reads their results. Victims are forked from
-a process that has imported JAX and computed nothing with it, so that hundreds of them start in a few minutes."""
+"""Starts and watches victims, the runs into which faults are injected, and reads their results.
+Victims are forked from a process that has imported JAX and computed nothing with it, so that
+hundreds of them start in a few minutes."""
 
 import contextlib
 import functools
@@ -29,8 +30,8 @@ class Victim:
       arguments: of victim.py.
       before: called in the new process before anything else.
       group: whether it leads a process group of its own, as a job of a shell does.
-      compiled: whether it reads what an undisturbed run has compiled; "write": it writes this itself. Without it, most
-        of a victim's life is compiling.
+      compiled: whether it reads what an undisturbed run has compiled; "write": it writes this
+        itself. Without it, most of a victim's life is compiling.
     """
 
     def __init__(self, workdir, *arguments, before=None, group=False, compiled=True):
@@ -80,7 +81,8 @@ class Victim:
         self.signal(9, group=True)
 
     def end(self, seconds=120.0):
-        """Waits for its end, reaps it and returns its exit code: negative: the signal that killed it; None: it hangs."""
+        """Waits for its end, reaps it and returns its exit code: negative: the signal that killed
+        it; None: it hangs."""
         finish = time.monotonic() + seconds
         while self.code is None:
             ready, _, _ = select.select([self._read], [], [], 0.01)
@@ -101,7 +103,8 @@ class Victim:
 
 
 def one_sentence(text):
-    """Whether it is one line without a traceback. What the C++ below says of its connections is not counted."""
+    """Whether it is one line without a traceback. What the C++ below says of its connections is not
+    counted."""
     lines = [
         line
         for line in text.splitlines()
@@ -115,7 +118,8 @@ def newest(workdir):
 
 
 def remains(workdir):
-    """Each leaf of the last checkpoint with its checksum, and the metrics without times: what a run comes to."""
+    """Each leaf of the last checkpoint with its checksum, and the metrics without times: what a run
+    comes to."""
     folder = location(workdir) / "checkpoints" / str(newest(workdir))
     leaves = {
         path: {key: value for key, value in leaf.items() if key != "pieces"}

@@ -1,4 +1,5 @@
-"""Files of data sets made for tests: IDX files, CIFAR-10's archive, and the check of their one-line errors."""
+"""Files of data sets made for tests: IDX files, CIFAR-10's archive, and the check of their one-line
+errors."""
 
 import gzip
 import io

@@ -2,8 +2,8 @@
 
     python tests/training/reading.py PORT PROCESS COUNT WHERE
 
-It trains once without and once with a pause, and prints as JSON what both runs come to, and how many batches the second
-part of the second run has read.
+It trains once without and once with a pause, and prints as JSON what both runs come to, and how
+many batches the second part of the second run has read.
 """
 
 import itertools

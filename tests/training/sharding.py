@@ -1,9 +1,10 @@
-"""One of several processes that save or restore a sharded tree: what test_sharded_checkpoints.py starts.
+"""One of several processes that save or restore a sharded tree: what test_sharded_checkpoints.py
+starts.
 
     python tests/training/sharding.py PORT PROCESS COUNT WHERE
 
-It saves two steps, restores the second on the mesh that saved it and on another one, flips a bit of it and restores
-again. Prints as JSON what the process has restored, and which shards it has read.
+It saves two steps, restores the second on the mesh that saved it and on another one, flips a bit of
+it and restores again. Prints as JSON what the process has restored, and which shards it has read.
 """
 
 import json

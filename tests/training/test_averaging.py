@@ -30,7 +30,8 @@ def test_the_mean_of_parameters(start, every):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_mean_of_16_bit_parameters(dtype):
-    """Of 3000 numbers between 1 and 4, of which each moves a mean of 16 bits by less than it can hold."""
+    """Of 3000 numbers between 1 and 4, of which each moves a mean of 16 bits by less than it can
+    hold."""
     tx, numbers = tr.average_weights(start=1), jnp.asarray(1 + np.arange(3000) / 1000, dtype)
     state = jax.lax.fori_loop(
         0,

@@ -17,7 +17,8 @@ STALE = jnp.asarray(77.0 + np.arange(12.0).reshape(4, 3), jnp.float32)
 
 
 def test_statistics_are_those_of_the_batches():
-    """Two BatchNorms, of which the second sees what the first makes of each batch; PyTorch's update_bn in NumPy."""
+    """Two BatchNorms, of which the second sees what the first makes of each batch; PyTorch's
+    update_bn in NumPy."""
     model = nn.Sequential(nn.Dense(4), nn.BatchNorm(momentum=0.7), jnp.tanh, nn.BatchNorm())
     batches = [
         np.random.default_rng(i).normal(i, 1 + i, (32, 3)).astype(np.float32) for i in range(3)
@@ -148,7 +149,8 @@ def test_what_is_no_average():
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_weights_that_differ_between_elements_and_batches(order, stop):
-    """The mean of each class, which a batch without the class leaves as it is; no batch has class 3."""
+    """The mean of each class, which a batch without the class leaves as it is; no batch has class
+    3."""
     old = jax.lax.stop_gradient if stop else lambda x: x
 
     def f(params, x, y, *, state, train):

@@ -1,4 +1,5 @@
-"""Optimizers that treat each layer by itself, on stacked layers, against Optax on one array for each layer."""
+"""Optimizers that treat each layer by itself, on stacked layers, against Optax on one array for
+each layer."""
 
 import equinox as eqx
 import jax
@@ -72,7 +73,8 @@ def trained(tx, params, grads):
 
 
 def unstacked(tree, *, lead=0, matrices=True):
-    """{name: array}, with an array for each layer, expert and, if `matrices`, group of a convolution."""
+    """{name: array}, with an array for each layer, expert and, if `matrices`, group of a
+    convolution."""
     found = {}
     for path, x in jax.tree.leaves_with_path(tree):
         names, layers = [key.key for key in path], ()
@@ -205,7 +207,8 @@ def test_a_stack_of_two_dense_layers(name, options):
 
 
 def test_attention_kernels_with_three_axes():
-    """Heads are outputs of a query and inputs of the last layer, also if a stack and all sizes are equal."""
+    """Heads are outputs of a query and inputs of the last layer, also if a stack and all sizes are
+    equal."""
     params = {
         "query": jnp.ones((2, 2, 2, 2)),
         "out": jnp.ones((2, 2, 2, 2)),

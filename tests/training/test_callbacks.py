@@ -174,7 +174,8 @@ def test_what_is_left_to_be_done_at_its_step_is_done_after_the_restart(tmp_path,
 
 
 def test_a_signal_before_it_leaves_it_half_a_second(tmp_path):
-    """It is called once for each step that is saved, and a function that waits is ended all the same."""
+    """It is called once for each step that is saved, and a function that waits is ended all the
+    same."""
 
     def source(i):
         if i == 3:
@@ -210,7 +211,8 @@ def test_a_signal_before_it_leaves_it_half_a_second(tmp_path):
     ("failing", "at"), [("metrics.jsonl", 3), ("tfevents", 3), ("metrics.jsonl", 5)]
 )
 def test_a_log_that_cannot_be_written_loses_no_step(tmp_path, monkeypatch, failing, at):
-    """Half of the line is written, as on a full disk; the step is saved, and its line is written after the restart."""
+    """Half of the line is written, as on a full disk; the step is saved, and its line is written
+    after the restart."""
 
     def rows(workdir):
         return [(row["step"], row["train/loss"]) for row in tr.read_metrics(workdir)]
@@ -386,7 +388,8 @@ def test_hyperparameters(tmp_path):
         (
             lambda: train(on_step=lambda end: end.log({"x": np.zeros(3)})),
             TypeError,
-            "log: 'x' is a ndarray: expected a number, tr.Histogram(values), tr.Image(pixels) or tr.Text(text)",
+            "log: 'x' is a ndarray: expected a number, tr.Histogram(values), tr.Image(pixels) or "
+            "tr.Text(text)",
         ),
         (
             lambda: train(on_step=lambda end: end.log({"x": "text"})),

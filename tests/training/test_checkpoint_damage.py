@@ -167,7 +167,8 @@ def test_while_another_run_writes_nothing_is_renamed(saved):
 
 
 def test_what_a_manifest_may_not_say(saved):
-    """Sealed as it should be, and still held to what the files hold: nobody vouches for who wrote it."""
+    """Sealed as it should be, and still held to what the files hold: nobody vouches for who wrote
+    it."""
     folder = saved.folder / "2"
     sound = _manifest.read_manifest(folder)
     for where, value, text in [

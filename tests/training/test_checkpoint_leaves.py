@@ -1,4 +1,5 @@
-"""Whatever a tree holds comes back bit for bit: odd dtypes, NaN payloads, keys, empty arrays, Python's own numbers."""
+"""Whatever a tree holds comes back bit for bit: odd dtypes, NaN payloads, keys, empty arrays,
+Python's own numbers."""
 
 import pathlib
 import struct
@@ -37,7 +38,8 @@ KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def of_bits(name, shape, seed):
-    """Any bits at all, so that every NaN's payload and every denormal comes up; small integers their values."""
+    """Any bits at all, so that every NaN's payload and every denormal comes up; small integers
+    their values."""
     dtype, rng = DTYPES[name], np.random.default_rng(seed)
     if dtype.kind == "b" or name in ("int1", "uint1", "int2", "uint2", "int4", "uint4"):
         return rng.integers(0, 2, shape).astype(dtype)

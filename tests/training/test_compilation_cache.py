@@ -1,4 +1,5 @@
-"""A second process loads the programs that the first one compiled. Programs in damaged files are compiled again."""
+"""A second process loads the programs that the first one compiled. Programs in damaged files are
+compiled again."""
 
 import gc
 import json
@@ -53,7 +54,8 @@ def enabled():
 
 @pytest.fixture
 def counted(monkeypatch, enabled):
-    """Compiles a function in a folder, and returns whether a program was stored and whether one was loaded."""
+    """Compiles a function in a folder, and returns whether a program was stored and whether one was
+    loaded."""
     monkeypatch.setattr(_compilation_cache, "SHORTEST", 0)
 
     def compile(folder, scale=3.0, name=None):

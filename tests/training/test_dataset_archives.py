@@ -1,4 +1,5 @@
-"""CIFAR-10's archive: complete, damaged and hostile ones, and compressed files that unpack to too much."""
+"""CIFAR-10's archive: complete, damaged and hostile ones, and compressed files that unpack to too
+much."""
 
 import gzip
 import io
@@ -167,7 +168,8 @@ def test_hostile_archives(tmp_path, raw, needle):
 
 
 def test_headers_of_gnu_tar_and_pax_are_skipped(tmp_path):
-    """What tarfile writes by default: a pax header before each member whose time is not whole, and links."""
+    """What tarfile writes by default: a pax header before each member whose time is not whole, and
+    links."""
     out, files = io.BytesIO(), cifar_files()
     with tarfile.open(fileobj=out, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
         for name, blob in files.items():

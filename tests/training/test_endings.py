@@ -1,4 +1,5 @@
-"""A run always ends, and keeps its last finished step: sources that hang or raise, evaluations, steps, signals."""
+"""A run always ends, and keeps its last finished step: sources that hang or raise, evaluations,
+steps, signals."""
 
 import os
 import signal
@@ -184,7 +185,8 @@ def test_a_signal_ends_an_evaluation_of_any_kind(tmp_path):
 
 
 def test_ctrl_c_while_evaluating_and_on_with_progress(tmp_path, capsys):
-    """Found with a script: the resumed run showed its evaluation before it had anything to show it with."""
+    """Found with a script: the resumed run showed its evaluation before it had anything to show it
+    with."""
     measured = tr.evaluator(
         lambda s, b: {"loss": tr.mean((s.params["w"] * b["x"] - 1) ** 2, b["weight"])},
         {"x": np.ones(40, np.float32)},
@@ -476,7 +478,8 @@ def test_what_is_ignored_or_the_users_own_stays():
 
 @pytest.mark.exhaustive
 def test_forked_workers_have_the_old_handlers_and_their_signals_do_not_count():
-    """A worker forked by the thread that prepares batches gets SIGINT with its whole group, over a second later."""
+    """A worker forked by the thread that prepares batches gets SIGINT with its whole group, over a
+    second later."""
     program = textwrap.dedent("""
         import os, signal, threading, time, warnings
         from fnet.training.loop import _signals
@@ -516,7 +519,8 @@ def test_forked_workers_have_the_old_handlers_and_their_signals_do_not_count():
 def test_gnu_timeout_signals_the_group_too_and_that_is_one(tmp_path):
     """`timeout` signals its child, and then the group that the child is in."""
     program = (
-        "import os, signal, time\nfrom fnet.training.loop import _signals\nwith _signals.signals() as seen:\n"
+        "import os, signal, time\nfrom fnet.training.loop import _signals\nwith _signals.signals() "
+        "as seen:\n"
         "    for _ in range(2): os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(1.2)\n"
         "    print(seen.received)\n"
     )

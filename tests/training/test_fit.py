@@ -354,7 +354,8 @@ def test_wrong_arguments(options, text):
         ),
         (
             (lambda: step, dict, batches),
-            "^fit: a state has an integer array `step`, as a TrainState has; got a dict without one$",
+            "^fit: a state has an integer array `step`, as a TrainState has; got a dict without "
+            "one$",
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""fit(plan=): a run on eight devices has the numbers of one, resumes with the same bits, and goes on under other plans."""
+"""fit(plan=): a run on eight devices has the numbers of one, resumes with the same bits, and goes
+on under other plans."""
 
 import re
 

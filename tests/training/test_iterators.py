@@ -1,4 +1,5 @@
-"""from_iterator: the batches of an uninterrupted run after a resume, as far as the source's guarantee goes."""
+"""from_iterator: the batches of an uninterrupted run after a resume, as far as the source's
+guarantee goes."""
 
 import io
 import itertools
@@ -336,7 +337,8 @@ X = {"x": np.ones(2)}
         (
             lambda: [X, {"y": np.ones(2)}],
             ValueError,
-            r"batch 1 has the arrays \['y'\], and the batches before it have \['x'\]: all batches must have one structure",
+            r"batch 1 has the arrays \['y'\], and the batches before it have \['x'\]: all batches "
+            r"must have one structure",
         ),
         (lambda: [{}], ValueError, "batch 0 has no arrays"),
         (lambda: [{"t": ["a", "b"]}], TypeError, "batch 0: 't' holds text or objects"),

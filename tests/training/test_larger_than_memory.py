@@ -1,4 +1,5 @@
-"""Data larger than memory: read from a mapped file where a batch lies, or through Grain; never copied whole."""
+"""Data larger than memory: read from a mapped file where a batch lies, or through Grain; never
+copied whole."""
 
 import importlib.util
 

@@ -1,4 +1,5 @@
-"""Best and last: the best state is saved when it occurs, returned when asked for, and read without the code."""
+"""Best and last: the best state is saved when it occurs, returned when asked for, and read without
+the code."""
 
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def fit(workdir, values, **options):
 
 
 def test_the_best_state_is_saved_when_it_occurs(tmp_path):
-    """Evaluations every 10 steps, checkpoints every 25: the best is at 20, which is no multiple of 25."""
+    """Evaluations every 10 steps, checkpoints every 25: the best is at 20, which is no multiple of
+    25."""
     values = {10: 1, 20: 9, 30: 2, 40: 3, 50: 4, 60: 3, 70: 2, 80: 2, 90: 2, 100: 2}
     fit(tmp_path, values, every=10, save_every=25)
     checkpoints = tr.Checkpoints(tmp_path / "checkpoints", best="v/a", mode="max")

@@ -1,4 +1,5 @@
-"""The first program in docs/training.md, as it is written: it learns, and a killed run ends with the same weights."""
+"""The first program in docs/training.md, as it is written: it learns, and a killed run ends with
+the same weights."""
 
 import re
 import subprocess

@@ -1,4 +1,5 @@
-"""NaN and infinity: found without waiting, named with the step and the layer, never saved, handled as asked."""
+"""NaN and infinity: found without waiting, named with the step and the layer, never saved, handled
+as asked."""
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,8 @@ LEAVES = {
 
 
 def spoiled(called, value, at=5):
-    """A step after which one leaf or metric is not finite, from step `at` on, while loss and parameters are."""
+    """A step after which one leaf or metric is not finite, from step `at` on, while loss and
+    parameters are."""
 
     def spoiling(state, batch):
         new, metrics = step(state, batch)
@@ -188,7 +190,8 @@ def test_the_first_leaf_that_is_not_finite_is_found(shape, dtype):
 
 
 def test_skipped_steps_leave_no_trace(tmp_path, capsys):
-    """The state is that of a run in which the bad batches' updates were never made, and the counter goes on."""
+    """The state is that of a run in which the bad batches' updates were never made, and the counter
+    goes on."""
     state = tr.fit(
         step,
         start(),
@@ -245,7 +248,8 @@ def test_when_every_step_is_skipped_the_run_ends():
 
 
 def test_rolling_back_passes_over_the_bad_stretch(tmp_path, capsys):
-    """From the checkpoint of step 4 on with the batches after the bad one, and all the same after a restart."""
+    """From the checkpoint of step 4 on with the batches after the bad one, and all the same after a
+    restart."""
     options = {"nonfinite": "rollback", "log_every": 4, "save_every": 4, "config": {}}
     state = tr.fit(
         step,

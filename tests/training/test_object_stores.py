@@ -21,7 +21,8 @@ pytestmark = [
 
 
 def test_conditional_writes_of_the_server(store):
-    """Of eight writers at the same time one succeeds; that nothing else holds is what the tests below rest on."""
+    """Of eight writers at the same time one succeeds; that nothing else holds is what the tests
+    below rest on."""
     for number in range(5):
         path = _storage.location(f"{store}/{number}")
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -45,7 +46,8 @@ def test_conditional_writes_of_the_server(store):
 
 
 def test_a_run_is_what_it_is_in_a_folder(store, tmp_path):
-    """Interrupted and resumed: the same bits, lines, best and last state; and nothing is left when it is cleared."""
+    """Interrupted and resumed: the same bits, lines, best and last state; and nothing is left when
+    it is cleared."""
     workdir = f"{store}/run//"
     fit(workdir, steps=4)
     state, plain = fit(workdir), fit(tmp_path / "run")
@@ -167,7 +169,8 @@ def test_a_step_saved_again_is_replaced_by_its_manifest(store):
 
 
 def test_what_has_no_manifest_is_no_checkpoint(store):
-    """And is removed when the prefix is locked: arrays without a manifest, and those that a manifest does not name."""
+    """And is removed when the prefix is locked: arrays without a manifest, and those that a
+    manifest does not name."""
     checkpoints = saved(store)
     (checkpoints.folder / "3" / "arrays-0-0123456789abcdef.safetensors").write_bytes(b"half")
     (checkpoints.folder / "3" / ".part-1.json").write_bytes(b"{}")

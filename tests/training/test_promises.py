@@ -1,7 +1,9 @@
-"""What the documentation promises of training and searches, for each option: a test that would notice if it were false.
+"""What the documentation promises of training and searches, for each option: a test that would
+notice if it were false.
 
-The promises were found by searching the documentation and the docstrings for "bit for bit", "the same bits", "exact",
-"resumes", "never" and "always". A new option of `fit` or of `train` is a new cell of the first table.
+The promises were found by searching the documentation and the docstrings for "bit for bit", "the
+same bits", "exact", "resumes", "never" and "always". A new option of `fit` or of `train` is a new
+cell of the first table.
 """
 
 import ast
@@ -103,7 +105,8 @@ def trained(workdir, feed, options, die=None):
 
 
 def rows(workdir):
-    """The log without times. Lines of one step are one, because a resumed run may write them separately."""
+    """The log without times. Lines of one step are one, because a resumed run may write them
+    separately."""
     merged = {}
     for row in tr.read_metrics(workdir):
         merged.setdefault(row["step"], {}).update(
@@ -188,7 +191,8 @@ def test_interrupted_it_ends_with_the_same_error(tmp_path, nonfinite):
 
 @pytest.mark.exhaustive
 def test_train_interrupted_and_resumed(tmp_path):
-    """With dropout, statistics of batches, weights of examples, a moving average, early stopping and the best state."""
+    """With dropout, statistics of batches, weights of examples, a moving average, early stopping
+    and the best state."""
     rng = np.random.default_rng(0)
     x, y, weight = (
         rng.normal(size=(40, 3)).astype("f"),

@@ -101,7 +101,8 @@ def test_shapes_that_never_repeat():
     )
 
 
-# Memory. XLA raises the true error: one array needs 2^48 bytes, more than the addresses of a process.
+# Memory. XLA raises the true error: one array needs 2^48 bytes, more than the addresses of a
+# process.
 
 WIDTH, ROWS = 2**23, 2**23
 MODEL = nn.Sequential(
@@ -170,8 +171,10 @@ def test_an_evaluation_that_runs_out_of_memory():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
 
     text = (
-        r"the evaluation 'test' ran out of memory \(RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes\.\)\n"
-        r"  largest arrays of the state and batch:\n( +0\.0 MiB  .*\n)+Use a smaller batch_size in tr\.evaluator"
+        r"the evaluation 'test' ran out of memory \(RESOURCE_EXHAUSTED: Out of memory allocating "
+        r"123 bytes\.\)\n"
+        r"  largest arrays of the state and batch:\n( +0\.0 MiB  .*\n)+Use a smaller batch_size in "
+        r"tr\.evaluator"
     )
     with pytest.raises(tr.OutOfMemory) as raised:
         lines(lambda i: {"x": np.ones(2, np.float32)}, 2, evaluate={"test": evaluation})
@@ -188,7 +191,8 @@ def test_other_errors_of_xla_are_raised_as_they_are():
 
 @pytest.fixture
 def planned(monkeypatch):
-    """(plan on two devices, initial state) of a step that does not fit, which planning itself would refuse."""
+    """(plan on two devices, initial state) of a step that does not fit, which planning itself would
+    refuse."""
     monkeypatch.setattr(_planner, "ROOM", 1e9)
     init = lambda key: tr.TrainState.create(MODEL.init(key, jnp.zeros((1, 1)))[0], TX)
     plan = parallel.plan(
@@ -216,7 +220,8 @@ def test_out_of_memory_under_a_plan(planned):
         )
     text, memory = str(raised.value), hw.detect().per_device.memory_bytes
     assert re.match(
-        r"the first step ran out of memory \(RESOURCE_EXHAUSTED: .*\)\n  the step needs [\d,.]+ GiB on "
+        r"the first step ran out of memory \(RESOURCE_EXHAUSTED: .*\)\n  the step needs [\d,.]+ "
+        r"GiB on "
         r"each device \(estimated\), and each device has [\d,.]+ GiB\n",
         text,
     ), text

@@ -199,7 +199,8 @@ def plain(state, batch):
 
 
 def sharded(count):
-    """(state, batches) over so many devices: the batch is cut, the parameters are whole on each, or cut as well."""
+    """(state, batches) over so many devices: the batch is cut, the parameters are whole on each, or
+    cut as well."""
     mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
     place = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
     params = {"w": jax.device_put(jnp.ones((4, 8)), place(None, "data"))}
@@ -211,7 +212,8 @@ def sharded(count):
 
 
 def test_other_devices_take_over_to_rounding(tmp_path):
-    """Eight devices, then four, then one: the same numbers to 1e-6, and it is said that they are not the same bits."""
+    """Eight devices, then four, then one: the same numbers to 1e-6, and it is said that they are
+    not the same bits."""
     expected = tr.fit(plain, *sharded(8), steps=9)
     tr.fit(plain, *sharded(8), steps=3, workdir=tmp_path, config={})
     for count, steps in ((4, 6), (1, 9)):
@@ -297,7 +299,8 @@ def died(i):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM")])
 def test_a_later_signal_ends_at_once_even_in_a_call_that_no_handler_interrupts(first, second):
-    """`threading.Lock` is not such a call, and neither is sleep: hashing in C is. Repeats within a second are one."""
+    """`threading.Lock` is not such a call, and neither is sleep: hashing in C is. Repeats within a
+    second are one."""
     program = (
         "import hashlib\nfrom fnet.training.loop._signals import signals\nwith signals() as seen:\n"
         "    print('ready', flush=True)\n    hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 27)\n"

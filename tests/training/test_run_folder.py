@@ -1,4 +1,5 @@
-"""A run's folder: damaged logs, other configurations, other data, restarts, folders that were replaced, two runs."""
+"""A run's folder: damaged logs, other configurations, other data, restarts, folders that were
+replaced, two runs."""
 
 import dataclasses
 import json
@@ -239,7 +240,8 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_taken_again(tmp_path, mo
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="forks with JAX loaded")
 def test_two_configurations_started_together_do_not_swap(tmp_path):
-    """One has the new folder, and its config.json and checkpoints are its own; the other is refused."""
+    """One has the new folder, and its config.json and checkpoints are its own; the other is
+    refused."""
     program = textwrap.dedent(f"""
         import sys, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})

@@ -1,4 +1,5 @@
-"""Checkpoints of several processes: each writes and reads its own shards, in a folder and in an object store."""
+"""Checkpoints of several processes: each writes and reads its own shards, in a folder and in an
+object store."""
 
 import pathlib
 import re
@@ -24,8 +25,8 @@ def where(request, tmp_path):
 
 
 def test_two_processes_save_and_two_or_one_restore(where):
-    """On the mesh that saved, on one with two axes, and in this process on other numbers of devices. Damage that only
-    one of two processes sees is judged by both."""
+    """On the mesh that saved, on one with two axes, and in this process on other numbers of
+    devices. Damage that only one of two processes sees is judged by both."""
     came = processes(SCRIPT, 2, where)
     common = [["arrays-0", name] for name in ("host", "key", "same", "step")]
     for me, each in enumerate(
@@ -37,7 +38,8 @@ def test_two_processes_save_and_two_or_one_restore(where):
         assert (each["other"]["step"], each["other"]["bits"]) == (2, True)
         assert (each["harmed"]["step"], each["harmed"]["bits"]) == (1, True)
     assert re.search(
-        r"step 2 is damaged \(as process 1 found\) and was set aside as 2.damaged; going on from step 1",
+        r"step 2 is damaged \(as process 1 found\) and was set aside as 2.damaged; going on from "
+        r"step 1",
         came[0]["harmed"]["warned"][0],
     )
     assert re.search(

@@ -128,7 +128,8 @@ def test_a_run_ends_with_one_error_and_goes_on(store, server, once, tmp_path):
 
 
 def test_a_kill_during_a_save_leaves_the_step_before(store, server):
-    """SIGKILL after the arrays and before the manifest; the next run takes the lock at once, and goes on."""
+    """SIGKILL after the arrays and before the manifest; the next run takes the lock at once, and
+    goes on."""
     program = (
         "import os, sys, numpy as np\nfrom fnet import training as tr\n"
         "from fnet.training.checkpoints import _storage\n"
@@ -164,7 +165,8 @@ def test_a_kill_during_a_save_leaves_the_step_before(store, server):
     [
         (
             "ftp://bucket/run",
-            "ftp://bucket/run: the scheme 'ftp' is not supported; use a local path, s3://bucket/prefix",
+            "ftp://bucket/run: the scheme 'ftp' is not supported; use a local path, "
+            "s3://bucket/prefix",
         ),
         ("file:///tmp/run", "the scheme 'file' is not supported"),
         ("s3://", "s3://: expected the name of a bucket after s3://; use a local path"),

@@ -85,7 +85,8 @@ def test_the_gap_decreases_linearly_where_sgd_stalls(data):
 
 
 def test_noise_of_the_same_key_cancels():
-    """With the same dropout mask at both points, an update at the anchor is that of the full gradient."""
+    """With the same dropout mask at both points, an update at the anchor is that of the full
+    gradient."""
     tx, w = tr.svrg(optax.sgd(1.0)), jnp.array([1.0, 2.0])
     state = tr.refresh_anchor(tx.init(w), w, lambda w: 3 * w)
     noisy = lambda w: w * jax.random.bernoulli(jax.random.key(7), 0.5, w.shape).astype(w.dtype)

@@ -390,7 +390,8 @@ def test_a_split_frame_is_a_frame(pd):
     [
         (
             {"sizes": 0.0},
-            r"sizes=0.0: expected a fraction such as 0.2, a number of examples below 10, or fractions with",
+            r"sizes=0.0: expected a fraction such as 0.2, a number of examples below 10, or "
+            r"fractions with",
         ),
         (
             {"sizes": 10},
@@ -419,7 +420,8 @@ def test_a_split_of_arrays_of_different_lengths():
 
 @pytest.mark.parametrize("kind", ["few", "tiny", "own", "text"])
 def test_stratified_parts_of_any_number(kind):
-    """Each class in each part: the exact proportional number, rounded up or down; nothing is lost or repeated."""
+    """Each class in each part: the exact proportional number, rounded up or down; nothing is lost
+    or repeated."""
     rng = np.random.default_rng(0)
     for trial in range(60):
         n = int(rng.integers(8, 60))

@@ -130,7 +130,8 @@ def test_generators_without_a_length():
 
 
 def test_an_endless_source():
-    """As Grain's MapDataset after `repeat()`: the number of its batches is too large for a counter of steps."""
+    """As Grain's MapDataset after `repeat()`: the number of its batches is too large for a counter
+    of steps."""
 
     class Endless:
         def __len__(self):
@@ -171,7 +172,8 @@ WEIGHTS = {
 @pytest.mark.parametrize("form", ["tuple", "dict"])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights_of_examples(tmp_path, kind, form):
-    """Each step of gradient descent, the logged loss and the evaluation, in NumPy; the last batch of each is short."""
+    """Each step of gradient descent, the logged loss and the evaluation, in NumPy; the last batch
+    of each is short."""
     w, y = WEIGHTS[kind], X @ np.array([[1.0], [-2.0], [0.5], [0.0]], np.float32) + 1
     data = (X, y, w) if form == "tuple" else {"x": X, "y": y, "weight": w}
     chunk = lambda i: jax.tree.map(
@@ -296,7 +298,8 @@ def test_a_model_without_init():
         (
             {"loss": lambda a, b: LOSS(a, b).mean()},
             ValueError,
-            r"'loss' must return one value for each of 16 examples, got shape \(\): leave out its mean",
+            r"'loss' must return one value for each of 16 examples, got shape \(\): leave out its "
+            r"mean",
         ),
         (
             {"metrics": {"m": lambda a, b: jnp.zeros(2)}},

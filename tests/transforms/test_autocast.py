@@ -85,7 +85,8 @@ def test_carries_and_branches_keep_their_dtypes():
 
 
 def test_gradients_of_float32_uses_are_added_up_in_float32():
-    """Rounded one by one and then added up in 16 bits, as BatchNorm's would be, they no longer cancel."""
+    """Rounded one by one and then added up in 16 bits, as BatchNorm's would be, they no longer
+    cancel."""
 
     def f(w, x):
         h = x @ w

@@ -1,6 +1,7 @@
 """What autocast adds to a step: nothing, beside the same casts written by hand.
 
-Programs are compared as they are handed to a TPU's or a GPU's compiler; a CPU gets products in forms of its own.
+Programs are compared as they are handed to a TPU's or a GPU's compiler; a CPU gets products in
+forms of its own.
 """
 
 import collections
@@ -94,8 +95,8 @@ def step(gradient):
 
 
 def operations(f, platform, *args):
-    """({types of a product: how many}, {types of a cast: how many}) of a lowered program; casts of one value count
-    once, as the compilers see to."""
+    """({types of a product: how many}, {types of a cast: how many}) of a lowered program; casts of
+    one value count once, as the compilers see to."""
     text = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
     types = lambda text: re.sub(r"tensor<(?:\d+x)*(\w+)>", r"\1", text)
     products, casts, function = collections.Counter(), set(), None
@@ -124,8 +125,9 @@ def test_inside_grad_products_and_casts_are_those_by_hand(name, platform):
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("name", STEPS)
 def test_around_grad_there_are_as_many(name, platform):
-    """As many products, and as many casts down. A product whose result the forward pass wants in float32 alone may
-    write bfloat16 where the backward pass reads the result, too, and widens it where it reads it: three casts up."""
+    """As many products, and as many casts down. A product whose result the forward pass wants in
+    float32 alone may write bfloat16 where the backward pass reads the result, too, and widens it
+    where it reads it: three casts up."""
     f, params, x = STEPS[name]
     cast = ft.autocast(jax.grad(functools.partial(f, product=plain)), "bfloat16")
     products, casts = operations(step(cast), platform, params, x)
@@ -254,7 +256,8 @@ def test_large_activations_are_stored_in_16_bits_but_no_weight_gradients(policy,
 
 
 def test_weight_gradients_of_kernels_with_three_axes_are_not_rounded():
-    """The gradient of y = einsum("ni,ihd->nhd", x, w) sums over the first axis of an array with three axes."""
+    """The gradient of y = einsum("ni,ihd->nhd", x, w) sums over the first axis of an array with
+    three axes."""
     f = lambda w, x: jnp.square(jnp.tanh(jnp.einsum("ni,ihd->nhd", x, w))).sum()
     shapes = (
         jax.ShapeDtypeStruct((1 << 9, 1 << 7, 1 << 6), F32),
@@ -314,8 +317,8 @@ def test_a_residual_stream_in_16_bits(wrap, inside):
     assert value.dtype == F32 and {leaf.dtype for leaf in jax.tree.leaves(grads)} == {
         jnp.dtype(F32)
     }
-    # bfloat16 rounds by up to 2^-9 = 2e-3. Measured: 1.4e-4 for the mean and 7.4e-3 for gradients (6.5e-3 without a
-    # residual stream in bfloat16).
+    # bfloat16 rounds by up to 2^-9 = 2e-3. Measured: 1.4e-4 for the mean and 7.4e-3 for gradients
+    # (6.5e-3 without a residual stream in bfloat16).
     np.testing.assert_allclose(value, want, rtol=5e-4)
     for got, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(exact)):
         np.testing.assert_allclose(got, leaf, rtol=0, atol=1.5e-2 * np.abs(leaf).max())
@@ -324,7 +327,8 @@ def test_a_residual_stream_in_16_bits(wrap, inside):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("stacked", [True, False])
 def test_the_gradient_of_a_residual_stream_has_16_bits(stacked):
-    """Applied to the gradient function, autocast rounds where JAX's gradient of a stream in bfloat16 also rounds."""
+    """Applied to the gradient function, autocast rounds where JAX's gradient of a stream in
+    bfloat16 also rounds."""
     model = models.GPT(64, 16, 3, 2, context=8, stacked=stacked)
     params, _ = model.init(jax.random.key(0), model.example())
     tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 64)
@@ -348,7 +352,8 @@ def test_the_gradient_of_a_residual_stream_has_16_bits(stacked):
 
 @pytest.mark.exhaustive
 def test_a_resnet_rounds_sums_with_shortcuts_but_no_statistics():
-    """BatchNorm adds a shift, which is a part of the result of a convolution, to the mean of the differences."""
+    """BatchNorm adds a shift, which is a part of the result of a convolution, to the mean of the
+    differences."""
     model = models.ResNet((1, 1), bottleneck=True, classes=4, width=8)
     x = normal(0, 4, 16, 16, 3)
     params, state = model.init(jax.random.key(0), x)
@@ -367,7 +372,8 @@ def test_a_resnet_rounds_sums_with_shortcuts_but_no_statistics():
 
 
 def test_an_earlier_program_does_not_affect_the_rounding():
-    """The second program has no residual stream, but sums gradients with the shape of the stream of the first one."""
+    """The second program has no residual stream, but sums gradients with the shape of the stream of
+    the first one."""
 
     def loss(w, x, residual):
         h = jnp.tanh(x @ w)
@@ -384,7 +390,8 @@ def test_an_earlier_program_does_not_affect_the_rounding():
 
 
 def test_sums_of_parameter_gradients_stay_in_float32():
-    """A matrix that is used in three layers, whose gradient has the shape of the residual stream, [16, 16]."""
+    """A matrix that is used in three layers, whose gradient has the shape of the residual stream,
+    [16, 16]."""
 
     def loss(w, x):
         for _ in range(3):
@@ -429,8 +436,8 @@ def test_parameters_and_sums_that_are_no_branches_stay_in_float32():
     new, plain = ft.autocast(step, RESIDUAL)(params, x), ft.autocast(step, "bfloat16")(params, x)
     for p, got, want in zip(*map(jax.tree.leaves, (params, new, plain))):
         assert got.dtype == F32 and (got != got.astype(jnp.bfloat16).astype(F32)).any()
-        # Measured: 8.1e-3, because gradients differ by the rounding of activations. Rounded parameters would differ by
-        # more than the whole update.
+        # Measured: 8.1e-3, because gradients differ by the rounding of activations. Rounded
+        # parameters would differ by more than the whole update.
         np.testing.assert_allclose(got - p, want - p, rtol=0, atol=0.02 * np.abs(want - p).max())
     f = lambda x, w: (x + jnp.sin(x)) @ w
     rows = ft.explain(ft.autocast(f, RESIDUAL), x, params[0][0]).rows

@@ -1,4 +1,5 @@
-"""autocast on every primitive of its lists: the dtype it runs in, and equality with the same casts written by hand."""
+"""autocast on every primitive of its lists: the dtype it runs in, and equality with the same casts
+written by hand."""
 
 import functools
 
@@ -228,8 +229,8 @@ def test_reshard_follows():
 
 
 def test_every_primitive_of_the_lists_is_tested():
-    """pbroadcast appears only in what JAX itself makes of shard_map; reshard has a test of its own. site is fnet's, and
-    removed before autocast."""
+    """pbroadcast appears only in what JAX itself makes of shard_map; reshard has a test of its own.
+    site is fnet's, and removed before autocast."""
     of = lambda *precisions: {
         name for name, each in _primitives._TRAITS.items() if each.precision in precisions
     }

@@ -1,4 +1,5 @@
-"""autocast on every function of the table: dtypes, no unsafe operation in 16 bits, and the error of every form."""
+"""autocast on every function of the table: dtypes, no unsafe operation in 16 bits, and the error of
+every form."""
 
 import functools
 
@@ -27,7 +28,8 @@ from fnet import transforms as ft
 
 
 def everything_low(f, dtype):
-    """f with the casts that are written by hand: parameters and inputs, so that all that follows is in 16 bits."""
+    """f with the casts that are written by hand: parameters and inputs, so that all that follows is
+    in 16 bits."""
     low = lambda tree: jax.tree.map(lambda x: x.astype(dtype) if x.dtype == F32 else x, tree)
 
     def cast(params, *inputs):
@@ -69,7 +71,8 @@ def low(f, case, dtype, params, *inputs, only=()):
 
 
 def draws(params, *inputs, count=9):
-    """The arguments themselves, then `count - 1` times with every float32 number scaled by 0.9 to 1.1."""
+    """The arguments themselves, then `count - 1` times with every float32 number scaled by 0.9 to
+    1.1."""
     yield params, *inputs
     for seed in range(1, count):
         rng = np.random.default_rng(seed)
@@ -80,12 +83,14 @@ def draws(params, *inputs, count=9):
 
 
 def check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs):
-    """Gradients under autocast are as accurate as with casts written by hand, in the median over nine draws.
+    """Gradients under autocast are as accurate as with casts written by hand, in the median over
+    nine draws.
 
-    The two programs make different roundings, which go up or down by chance and differently on every machine. So the
-    ratio of the two errors has a standard deviation of 2 to 16 % over draws of the arguments, and its median over nine
-    draws one of 1 to 6 %. The bound, `case.by_hand`, is at least three of the latter above the median measured. The
-    median, unlike the mean, does not depend on the odd draw in which rounding carries an activation over a kink.
+    The two programs make different roundings, which go up or down by chance and differently on
+    every machine. So the ratio of the two errors has a standard deviation of 2 to 16 % over draws
+    of the arguments, and its median over nine draws one of 1 to 6 %. The bound, `case.by_hand`, is
+    at least three of the latter above the median measured. The median, unlike the mean, does not
+    depend on the odd draw in which rounding carries an activation over a kink.
     """
     by_hand = quick(jax.jit(jax.grad(everything_low(f, dtype))).lower(params, *inputs))
     ratios = {"jit(grad(ac f))": [], "jit(ac(grad f))": []}
@@ -131,7 +136,8 @@ def test_table(name, dtype):
 
 @pytest.mark.exhaustive
 def test_one_more_rounding_fails():
-    """The comparison with casts by hand detects products whose float32 results are rounded to 16 bits."""
+    """The comparison with casts by hand detects products whose float32 results are rounded to 16
+    bits."""
     case = CASES["Equinox MLP"]
     f, params, inputs = case.make()
 
@@ -173,7 +179,8 @@ def test_operation_by_operation(name, quickly):
 
 
 def hold_kinks(f, params, *inputs):
-    """f with every relu and every 2 x 2 max pool deciding as it does in float32, at these arguments."""
+    """f with every relu and every 2 x 2 max pool deciding as it does in float32, at these
+    arguments."""
     decisions = []
 
     def cut(x):  # [batch, height, width, channels] -> [batch, height / 2, width / 2, channels, 4]
@@ -220,10 +227,10 @@ def hold_kinks(f, params, *inputs):
     ("name", "draw", "kinks"), [("conv and BatchNorm", 2, 3), ("Haiku ResNet block", 8, 2)]
 )
 def test_kinks(name, draw, kinks):
-    """What exceeds the bound of smooth functions where BatchNorm feeds relu are activations that rounding carries over
-    the kink, and nothing else: held on their sides, gradients have the errors of any other net, in every leaf, and no
-    larger ones than casts by hand. As they are, the errors at these inputs are 1e-1 and 3e-2 in bfloat16, 5e-2 and 3e-2
-    in float16.
+    """What exceeds the bound of smooth functions where BatchNorm feeds relu are activations that
+    rounding carries over the kink, and nothing else: held on their sides, gradients have the errors
+    of any other net, in every leaf, and no larger ones than casts by hand. As they are, the errors
+    at these inputs are 1e-1 and 3e-2 in bfloat16, 5e-2 and 3e-2 in float16.
     """
     case = CASES[name]
     f, params, inputs = case.make(draw)

@@ -1,4 +1,5 @@
-"""sites, capture, intervene and capture_cotangents: values, structure, composition, cost and errors."""
+"""sites, capture, intervene and capture_cotangents: values, structure, composition, cost and
+errors."""
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,8 @@ def test_sites_are_the_paths_of_layers():
 
 
 def test_programs_have_no_tags_outside_of_an_inspection():
-    """Also after the same jitted function has been inspected: tags are a part of the key of JAX's caches."""
+    """Also after the same jitted function has been inspected: tags are a part of the key of JAX's
+    caches."""
     f = jax.jit(MODEL)
     inspected = jax.jit(ft.capture(f, "head"))
     assert "head" in inspected(PARAMS, X)[1]
@@ -114,7 +116,8 @@ def test_values_equal_those_by_hand():
 
 @nn.layer
 def several(scope, x):
-    """Returns its input, a tree with None, the same array twice, and calls a layer whose output nothing uses."""
+    """Returns its input, a tree with None, the same array twice, and calls a layer whose output
+    nothing uses."""
     nn.Dense(3)(scope["unused"], x)
     y = nn.Dense(8)(scope["dense"], x)
     return {"x": x, "none": None, "twice": (y, y)}
@@ -146,7 +149,8 @@ def test_a_changed_tree():
 
 
 def test_weights_of_attention():
-    """They are those of the formula, in the fused form and with dropout, and replacing them replaces the output."""
+    """They are those of the formula, in the fused form and with dropout, and replacing them
+    replaces the output."""
     layer = nn.Attention(2, kv_heads=1, causal=True, window=3)
     named = nn.Sequential(attention=layer)
     params, _ = named.init(jax.random.key(0), X)

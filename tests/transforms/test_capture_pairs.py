@@ -100,7 +100,8 @@ def near(got, want, tolerance):
     "name", sampled(TRANSFORMS, ["autocast", "tune", "rematerialize", "microbatch"])
 )
 def test_tags_change_no_transform(name):
-    """Traced with tags, which are removed afterwards, every transform makes the program that it makes without."""
+    """Traced with tags, which are removed afterwards, every transform makes the program that it
+    makes without."""
 
     def lowered(f, *args):
         return jax.jit(lambda *args: f(*args)).trace(*args).lower().as_text()

@@ -1,4 +1,5 @@
-"""capture, intervene and capture_cotangents of a function inside shard_map, against the function on one device."""
+"""capture, intervene and capture_cotangents of a function inside shard_map, against the function on
+one device."""
 
 import functools
 

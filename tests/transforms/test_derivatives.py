@@ -86,7 +86,8 @@ ROWS = "the batched arguments must be arrays with the same number of rows (argnu
 ERRORS = {
     "vector": (
         lambda: ft.hvp(lambda x: (x**2).sum())(jnp.ones(3), jnp.ones(4)),
-        "hvp: the vector must have the structure, shapes and dtypes of the first argument float32[3]; got float32[4]",
+        "hvp: the vector must have the structure, shapes and dtypes of the first argument "
+        "float32[3]; got float32[4]",
     ),
     "rows": (
         lambda: ft.per_example(loss)(None, {"x": jnp.ones((8, 2)), "y": jnp.ones(4)}),

@@ -103,7 +103,8 @@ def test_bound_arguments_are_explained():
 
 def test_what_autocast_has_not_wrapped_is_an_error():
     message = (
-        r"explain: expected a function returned by autocast, tune or use_implicit_arrays; got 'loss'\. "
+        r"explain: expected a function returned by autocast, tune or use_implicit_arrays; got "
+        r"'loss'\. "
         r"Call explain\(ft.autocast\(f\)"
     )
     with pytest.raises(ValueError, match=message):

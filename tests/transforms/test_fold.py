@@ -1,4 +1,5 @@
-"""ft.fold against the unfolded function: fnet's models, other libraries' modules, and programs that must not change."""
+"""ft.fold against the unfolded function: fnet's models, other libraries' modules, and programs that
+must not change."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ def random(*shape, dtype=jnp.float32):
 
 
 def varied(tree):
-    """Parameters and statistics as after training: no scale is 1, no mean is 0, variances are positive."""
+    """Parameters and statistics as after training: no scale is 1, no mean is 0, variances are
+    positive."""
     return jax.tree.map(
         lambda x: jnp.asarray(DRAW.uniform(0.5, 1.5, x.shape) if x.ndim == 1 else x, x.dtype), tree
     )
@@ -198,8 +200,8 @@ def test_programs(name):
     assert len(ft.explain(g, x).rows) == folds
 
 
-# (affine map of y = x @ w, factor of w, factor of x). Merged into the kernel, most of them would be NaN, 0 or infinite
-# where the result is not.
+# (affine map of y = x @ w, factor of w, factor of x). Merged into the kernel, most of them would be
+# NaN, 0 or infinite where the result is not.
 EXTREME = {
     "division by 0": (lambda y, c: y / c(0, 1, 2), 1, 1.0),
     "infinite scale": (lambda y, c: y * c(jnp.inf, 1, 2), 1, 1.0),

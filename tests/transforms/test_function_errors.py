@@ -1,4 +1,5 @@
-"""Errors for arguments of the wrong type, the same in all transforms and inspections; and Taylor mode of autocast."""
+"""Errors for arguments of the wrong type, the same in all transforms and inspections; and Taylor
+mode of autocast."""
 
 import jax.numpy as jnp
 import optax
@@ -61,7 +62,8 @@ def test_none_is_no_layer(who):
         (
             lambda: ft.microbatch(lambda w, x: {"name": "a"}, 2)(X, X[:2]),
             TypeError,
-            r"^microbatch: the function must return arrays, whose mean is computed; result\['name'\] is a str\. Return only",
+            r"^microbatch: the function must return arrays, whose mean is computed; "
+            r"result\['name'\] is a str\. Return only",
         ),
         (
             lambda: ft.loss_scale(optax.sgd(0.1), initial="a"),

@@ -1,4 +1,5 @@
-"""Loss scaling: every transition of the state against numbers written out by hand, and what it is for."""
+"""Loss scaling: every transition of the state against numbers written out by hand, and what it is
+for."""
 
 import functools
 import inspect
@@ -65,7 +66,8 @@ def test_it_grows_after_exactly_2000_good_steps(steps):
 def test_every_transition_by_hand():
     tx = ft.loss_scale(optax.sgd(1.0), initial=8.0, interval=2, minimum=4.0, maximum=16.0)
     state = tx.init(PARAMS)
-    # (gradient of the scaled loss, the update, scale, good steps, skipped afterwards); the update is -gradient / scale
+    # (gradient of the scaled loss, the update, scale, good steps, skipped afterwards); the update
+    # is -gradient / scale
     for given, update, scale, good, skipped in [
         (8.0, -1.0, 8.0, 1, 0),
         (8.0, -1.0, 16.0, 0, 0),  # grows; the update is by 8, the scale that was used
@@ -180,7 +182,8 @@ def half_loss(w, x):
 
 @pytest.mark.exhaustive
 def test_overflow_falls_until_the_gradient_fits():
-    # The gradient is 2 * 8 * 1 = 16; times the scale it passes float16's 65504 above a scale of 4094.
+    # The gradient is 2 * 8 * 1 = 16; times the scale it passes float16's 65504 above a scale of
+    # 4094.
     tx, w, x = ft.loss_scale(optax.sgd(1.0)), jnp.ones(1), jnp.full(1, 8.0, jnp.float16)
     state, scales = tx.init(w), []
     for _ in range(6):
@@ -197,7 +200,8 @@ def test_overflow_falls_until_the_gradient_fits():
 
 
 def test_underflow_is_lifted():
-    # 2^-20 * 2^-10 = 2^-30 is nothing in float16, whose least number is 2^-24; 2^15 lifts it to 2^-15.
+    # 2^-20 * 2^-10 = 2^-30 is nothing in float16, whose least number is 2^-24; 2^15 lifts it to
+    # 2^-15.
     def loss(w, x):
         return ((x * w.astype(jnp.float16)) * jnp.float16(2.0**-20)).astype(jnp.float32).sum()
 
@@ -345,7 +349,8 @@ def test_extra_arguments_reach_the_optimizer_inside():
 
 
 def learn(policy, tx):
-    """A small regression whose loss is of the order 1e-7, in float16: the error before and after, relative."""
+    """A small regression whose loss is of the order 1e-7, in float16: the error before and after,
+    relative."""
     key = jax.random.key(0)
     x = jax.random.normal(key, (32, 8))
     y = x @ jnp.linspace(-1.0, 1.0, 8)[:, None]
@@ -394,14 +399,17 @@ TWO = "expected one loss scale in the optimizer state; got 2. Wrap the complete 
         (
             lambda: ft.loss_scale(SGD, "float16"),
             TypeError,
-            "loss_scale: expected a hardware.Policy or None; got 'float16'. hardware.policy(chip) returns a Policy",
+            "loss_scale: expected a hardware.Policy or None; got 'float16'. hardware.policy(chip) "
+            "returns a Policy",
         ),
         *[
             (
                 lambda options=options: ft.loss_scale(SGD, **options),
                 ValueError,
-                "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and an integer "
-                f"interval >= 1; got minimum={options.get('minimum', 2.0**-14)}, initial={options.get('initial', 2.0**15)}, "
+                "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < "
+                "backoff < 1 and an integer "
+                f"interval >= 1; got minimum={options.get('minimum', 2.0**-14)}, "
+                f"initial={options.get('initial', 2.0**15)}, "
                 f"maximum={options.get('maximum', 2.0**24)}, growth={options.get('growth', 2.0)}, "
                 f"backoff={options.get('backoff', 0.5)}, interval={options.get('interval', 2000)}",
             )

@@ -1,4 +1,5 @@
-"""The low-precision product: values, dtypes and derivatives in every order, against the same casts by hand."""
+"""The low-precision product: values, dtypes and derivatives in every order, against the same casts
+by hand."""
 
 import re
 
@@ -41,7 +42,8 @@ def product(name, compute, out=jnp.float32):
 
 
 def rounded(x, dtype):
-    """x as the low dtype holds it, in float32: products of such numbers are exact in float32 for bfloat16."""
+    """x as the low dtype holds it, in float32: products of such numbers are exact in float32 for
+    bfloat16."""
     return x.astype(dtype).astype(jnp.float32)
 
 

@@ -1,4 +1,5 @@
-"""Gradient accumulation equals the full batch, traces its body once, and moves no rows between devices."""
+"""Gradient accumulation equals the full batch, traces its body once, and moves no rows between
+devices."""
 
 import re
 
@@ -228,7 +229,8 @@ def test_weights_of_any_sign_in_every_derivative(way, batch):
 
 @pytest.mark.exhaustive
 def test_some_slices_of_weight_zero_under_vmap():
-    """The condition is batched as well: slice 0 has weight 0 in one example and slice 1 in the other."""
+    """The condition is batched as well: slice 0 has weight 0 in one example and slice 1 in the
+    other."""
     batch = jax.tree.map(lambda *a: jnp.stack(a), PADDED, rows_of(1.0, 0.0, 3.0, 0.0))
     sliced = ft.microbatch(nonlinear, 2, weight=row_weight)
     every = lambda f: jax.jit(
@@ -397,14 +399,18 @@ ERRORS = {
     ),
     "booleans of one slice": (
         lambda: ft.microbatch(lambda _, x: (x > 0).any(), 1)(None, jnp.ones((8, 2))),
-        "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype (summed); "
-        "got bool[]. If it is the new value of an argument, such as a random key, pass carry= with the position of "
+        "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer "
+        "dtype (summed); "
+        "got bool[]. If it is the new value of an argument, such as a random key, pass carry= with "
+        "the position of "
         "this argument",
     ),
     "booleans": (
         lambda: ft.microbatch(lambda _, x: (x > 0).any(), 2)(None, jnp.ones((8, 2))),
-        "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype (summed); "
-        "got bool[]. If it is the new value of an argument, such as a random key, pass carry= with the position of "
+        "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer "
+        "dtype (summed); "
+        "got bool[]. If it is the new value of an argument, such as a random key, pass carry= with "
+        "the position of "
         "this argument",
     ),
 }

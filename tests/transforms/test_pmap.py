@@ -215,7 +215,8 @@ def test_is_jax_pmap(name):
     ("in_axis", "out_axis"), [(-1, -1), (-2, -1), (-1, -2), (-3, -4), (1, -2), (-2, 1), (0, 3)]
 )
 def test_negative_axes_count_as_in_vmap(in_axis, out_axis, jit):
-    # jax.pmap takes only non-negative axes: with others it raises an error, or concatenates along axis 0.
+    # jax.pmap takes only non-negative axes: with others it raises an error, or concatenates along
+    # axis 0.
     f, x = lambda x: jnp.stack([x, 2 * x]), jnp.moveaxis(X, 0, in_axis)
     same(jit(ft.pmap(f, in_axes=in_axis, out_axes=out_axis))(x), jax.vmap(f, in_axis, out_axis)(x))
     if jit is not jax.jit:
@@ -427,12 +428,14 @@ def test_shard_replicate_unreplicate():
         (
             lambda: ft.pmap(jnp.sin)(X[:6]),
             "pmap: argument 0 has shape (6, 3, 4); its axis 0 needs one slice for each of 8 "
-            "devices. ft.shard splits the rows of a batch in this way; with in_axes=None every device gets the "
+            "devices. ft.shard splits the rows of a batch in this way; with in_axes=None every "
+            "device gets the "
             "complete argument",
         ),
         (
             lambda: ft.pmap(lambda a, b: b, in_axes=(None, 1))(W, {"x": X}),
-            "pmap: argument 1['x'] has shape (8, 3, 4); its axis 1 needs one slice for each of 8 devices",
+            "pmap: argument 1['x'] has shape (8, 3, 4); its axis 1 needs one slice for each of 8 "
+            "devices",
         ),
         (
             lambda: ft.pmap(lambda x: x)(jnp.float32(1)),
@@ -448,7 +451,8 @@ def test_shard_replicate_unreplicate():
         ),
         (
             lambda: ft.pmap(lambda a: a["x"], in_axes=({"y": 0},))({"x": X}),
-            "pmap: in_axes=({'y': 0},) is not a tree prefix of argument 0, which has PyTreeDef({'x': *})",
+            "pmap: in_axes=({'y': 0},) is not a tree prefix of argument 0, which has "
+            "PyTreeDef({'x': *})",
         ),
         (
             lambda: ft.pmap(lambda a: a, out_axes={"y": 0})(X),
@@ -456,14 +460,16 @@ def test_shard_replicate_unreplicate():
         ),
         (
             lambda: ft.pmap(lambda x: {"a": x.sum()}, out_axes=None)(X),
-            "pmap: result ['a'] of shape () has out_axes=None and may differ between devices: combine it first, e.g. "
+            "pmap: result ['a'] of shape () has out_axes=None and may differ between devices: "
+            "combine it first, e.g. "
             "with lax.pmean(..., 'devices'), or use out_axes=0 to stack it",
         ),
         (
             lambda: ft.pmap(
                 lambda x: ft.pmap(jnp.sin, "inner", devices=jax.devices()[:2])(x), "outer"
             )(X),
-            "pmap: 'sin' is called inside another pmap or shard_map, which maps the axis 'outer'. Use jax.vmap inside.",
+            "pmap: 'sin' is called inside another pmap or shard_map, which maps the axis 'outer'. "
+            "Use jax.vmap inside.",
         ),
         (
             lambda: ft.pmap(jnp.sin, out_axes=3)(X),

@@ -281,7 +281,8 @@ def test_microbatch_refuses_a_ref_as_batch_and_effects_of_weights():
         return x.sum()
 
     message = (
-        "microbatch: weight= must not have side effects, since it is evaluated twice for each slice; got "
+        "microbatch: weight= must not have side effects, since it is evaluated twice for each "
+        "slice; got "
         "DebugEffect. Move callbacks and uses of a jax.Ref into the function itself"
     )
     with pytest.raises(ValueError, match=re.escape(message) + "$"):

@@ -1,4 +1,5 @@
-"""tune: every rule against the plain step, NaN and ties where they were, inside every body, beside every transform."""
+"""tune: every rule against the plain step, NaN and ties where they were, inside every body, beside
+every transform."""
 
 import functools
 import re
@@ -308,7 +309,8 @@ def test_explain_is_a_table():
         (
             lambda: ft.tune(jax.jit(lambda x, n: x * n, static_argnums=1))(jnp.ones(()), 3),
             TypeError,
-            "tune: a jitted step with static arguments is not supported; bind them with functools.partial",
+            "tune: a jitted step with static arguments is not supported; bind them with "
+            "functools.partial",
         ),
     ],
 )

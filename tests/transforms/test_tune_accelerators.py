@@ -241,7 +241,8 @@ def test_other_products_stay_on_gpus():
 
 @pytest.mark.parametrize("mean", [0.0, 1.0, 30.0])
 def test_statistics_of_bfloat16_arrays_without_a_shift_on_tpus(mean):
-    """Convolutions and BatchNorm under autocast. The statistics stay as accurate as the inputs in bfloat16."""
+    """Convolutions and BatchNorm under autocast. The statistics stay as accurate as the inputs in
+    bfloat16."""
     model = nn.Sequential(
         nn.Conv(4, 1, use_bias=False), nn.BatchNorm(momentum=0.0), jax.nn.relu, nn.Conv(2, 3)
     )

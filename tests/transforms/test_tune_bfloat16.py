@@ -1,4 +1,5 @@
-"""tune's rule for products of bfloat16 arrays, by whomever they were cast: one form of matrices, float32 sums."""
+"""tune's rule for products of bfloat16 arrays, by whomever they were cast: one form of matrices,
+float32 sums."""
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,8 @@ def test_a_step_with_casts_by_hand():
 
 
 def test_what_xla_is_given():
-    """Products of [batch, m, k] with [batch, k, n] or [batch, n, k], with float32 sums, and no others."""
+    """Products of [batch, m, k] with [batch, k, n] or [batch, n, k], with float32 sums, and no
+    others."""
     params = [normal(i, 16, 16).astype(jnp.float32) for i in range(3)]
     args = params, normal(5, 2, 8, 16).astype(jnp.float32), normal(6, 2, 8, 16).astype(jnp.float32)
     text = jax.jit(ft.tune(hand, "cpu")).lower(*args).as_text()

@@ -1,4 +1,5 @@
-"""How tune is called: arguments of any structure, nnx modules, and compiler options that an outer jit would lose."""
+"""How tune is called: arguments of any structure, nnx modules, and compiler options that an outer
+jit would lose."""
 
 import dataclasses
 import warnings

@@ -1,4 +1,5 @@
-"""tune's compiler options: which library computes what, by what a program does most, and the numbers of oneDNN's."""
+"""tune's compiler options: which library computes what, by what a program does most, and the
+numbers of oneDNN's."""
 
 import jax
 import jax.extend
@@ -46,7 +47,8 @@ pytestmark = pytest.mark.usefixtures("every_size")
 def onednn():
     if not library.onednn():
         pytest.skip(
-            "this XLA has no convolutions of oneDNN, or this processor no instructions for bfloat16 products"
+            "this XLA has no convolutions of oneDNN, or this processor no instructions for "
+            "bfloat16 products"
         )
 
 

@@ -87,7 +87,8 @@ def test_a_slow_rule_is_left_out(taken):
         str(ft.explain(ft.tune(step, "cpu", measure=True), W, X))
         .splitlines()[0]
         .startswith(
-            f"{ft.explain(ft.tune(step, 'cpu'), W, X).chip.name}: without max_pool: the fastest, measured ("
+            f"{ft.explain(ft.tune(step, 'cpu'), W, X).chip.name}: without max_pool: the fastest, "
+            f"measured ("
         )
     )
 

@@ -1,4 +1,5 @@
-"""tune on steps as people write them: what they are given beside arrays, how they are compiled, how they fail."""
+"""tune on steps as people write them: what they are given beside arrays, how they are compiled, how
+they fail."""
 
 import functools
 import re
@@ -91,7 +92,8 @@ class Regularized(eqx.Module):
 
 @pytest.mark.exhaustive
 def test_options_of_an_equinox_model_stay_python_numbers():
-    """So that the model that comes back is one to go on with; numbers that the step changes become arrays."""
+    """So that the model that comes back is one to go on with; numbers that the step changes become
+    arrays."""
     step = lambda model, count, x, key: (
         eqx.apply_updates(model, eqx.filter_grad(lambda m: (m(x, key) ** 2).sum())(model)),
         {"count": count + 1},
@@ -182,7 +184,8 @@ def test_sizes_that_are_not_known():
 
 
 def test_an_outer_jit_lowers_its_own():
-    """jax.jit copies the attributes of a function that it is given; `lower` is not to be one of them."""
+    """jax.jit copies the attributes of a function that it is given; `lower` is not to be one of
+    them."""
     tuned = ft.tune(lambda w, x: w - gradient(w, x)[1], "cpu")
     text = jax.jit(tuned, donate_argnums=0).lower(normal(1, 6, 4), normal(2, 8, 6)).as_text()
     assert "tf.aliasing_output" in text and "optimization_barrier" in text
@@ -289,7 +292,8 @@ def test_errors_of_a_step(step, error, message):
 
 
 def test_a_jitted_step_donates_what_it_says_itself():
-    """JAX ignores the donation of a jitted function inside another one, so the caller may use the array again."""
+    """JAX ignores the donation of a jitted function inside another one, so the caller may use the
+    array again."""
     inner = jax.jit(lambda x: x + 1, donate_argnums=0)
     for step, deleted in ((jax.jit(lambda x: inner(x)), False), (lambda x: inner(x), True)):
         x = jnp.ones(4)

@@ -1,7 +1,7 @@
 """A server for bundles (exported models), which needs the packages of fnet[serve].
 
-The server combines requests into batches, implements the Open Inference Protocol, streams generated texts, and reports
-metrics.
+The server combines requests into batches, implements the Open Inference Protocol, streams generated
+texts, and reports metrics.
 
     fnet serve digits.fnet
 

@@ -24,13 +24,15 @@ _OPEN = "/", "/v2/health/live", "/v2/health/ready"  # paths that need no token
 
 
 def application(files: Iterable[str], options: Options | None = None) -> Any:
-    """Returns the server for bundles (exported models) as an ASGI application, to run it in your own ASGI server.
+    """Returns the server for bundles (exported models) as an ASGI application, to run it in your
+    own ASGI server.
 
     Args:
         files: the bundles, strings of the form FILE, NAME=FILE or NAME:VERSION=FILE.
-        options: the options of the server. The options `port`, `max_connections` and `drain` have no effect. If `host`
-            is a loopback address, such as the default 127.0.0.1, the server accepts only requests whose header Host is
-            a loopback address or localhost. By default, the options are `serve.Options()`.
+        options: the options of the server. The options `port`, `max_connections` and `drain` have
+            no effect. If `host` is a loopback address, such as the default 127.0.0.1, the server
+            accepts only requests whose header Host is a loopback address or localhost. By default,
+            the options are `serve.Options()`.
 
     Returns:
         A Starlette application. Models are compiled when the application starts.
@@ -90,8 +92,8 @@ class _Server:
     """The state of an application.
 
     Attributes:
-        draining: whether the server is shutting down. If `draining` is True, every response asks the client to close
-            the connection.
+        draining: whether the server is shutting down. If `draining` is True, every response asks
+            the client to close the connection.
     """
 
     def __init__(self, files, options):
@@ -113,8 +115,9 @@ class _Server:
         return {"Connection": "close"} if self.draining else {}
 
     def endpoint(self, path: str, function: Callable) -> Callable:
-        """Returns a function that responds to the requests for a URL path. The returned function performs the checks
-        that are common to all URL paths of the server, calls `function`, and converts errors to responses."""
+        """Returns a function that responds to the requests for a URL path. The returned function
+        performs the checks that are common to all URL paths of the server, calls `function`, and
+        converts errors to responses."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response
 
@@ -321,9 +324,9 @@ class _Server:
         )
 
     async def _started(self, request, streamed=False):
-        """Returns four values: the text generator, what every answer begins with, an asynchronous iterator over the
-        generated tokens, and a function that ends the generation. The first token is computed before `_started`
-        returns."""
+        """Returns four values: the text generator, what every answer begins with, an asynchronous
+        iterator over the generated tokens, and a function that ends the generation. The first token
+        is computed before `_started` returns."""
         generator = self._found(request, "generators")
         self._check_ready()
         asked = generator.read(_protocol.read_json(await self._body(request)), streamed=streamed)

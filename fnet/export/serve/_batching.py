@@ -26,22 +26,23 @@ class _Request(NamedTuple):
 class Batcher:
     """A thread that computes the outputs of the requests for one model.
 
-    The thread computes a batch as soon as the requests in the queue have `max_batch` rows, or after it has waited
-    `max_delay` seconds for more requests. While a batch is computed, new requests wait for the next batch. Two requests
-    can be in the same batch only if their inputs have equal dtypes, and equal shapes except for the first axis.
+    The thread computes a batch as soon as the requests in the queue have `max_batch` rows, or after
+    it has waited `max_delay` seconds for more requests. While a batch is computed, new requests
+    wait for the next batch. Two requests can be in the same batch only if their inputs have equal
+    dtypes, and equal shapes except for the first axis.
 
     Attributes:
         max_batch: the argument. It may be changed while no request waits.
 
     Args:
-        compute: a function of a list of arrays that returns a list of arrays. If `max_batch` is not 1, the first axis
-            of all arrays is the batch axis.
-        max_batch: the maximum number of rows of a batch. A request with more than `max_batch` rows is not combined with
-            other requests.
+        compute: a function of a list of arrays that returns a list of arrays. If `max_batch` is not
+            1, the first axis of all arrays is the batch axis.
+        max_batch: the maximum number of rows of a batch. A request with more than `max_batch` rows
+            is not combined with other requests.
         max_delay: the maximum time in seconds to wait for more requests.
         max_queue: the maximum number of requests in the queue.
-        observe: a function that is called with the number of rows and the time in seconds of each batch. Default: does
-            nothing.
+        observe: a function that is called with the number of rows and the time in seconds of each
+            batch. Default: does nothing.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Batcher:
                 self._run(batch)
 
     def _next(self) -> list[_Request]:
-        """Returns the requests of the next batch, or an empty list if the batcher is closed and no request waits."""
+        """Returns the requests of the next batch, or an empty list if the batcher is closed and no
+        request waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             end = time.monotonic() + self._max_delay

@@ -1,4 +1,5 @@
-"""Generates texts with the functions "prefill" and "decode" of a bundle, which `export.generation` creates."""
+"""Generates texts with the functions "prefill" and "decode" of a bundle, which `export.generation`
+creates."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _LARGEST = (
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request to continue a text. The fields of the request are the tokens of the text, and options for the selection
-    of the next tokens."""
+    """A request to continue a text. The fields of the request are the tokens of the text, and
+    options for the selection of the next tokens."""
 
     tokens: list[int]
     max_tokens: int
@@ -36,8 +37,9 @@ class Generator:
 
     Attributes:
         characters: the character of each token, or None if the bundle has no characters.json.
-        context: the maximum number of tokens of a text, according to the constraint on the inputs of the function
-            "prefill". `context` is None if the bundle has no constraint on the number of tokens.
+        context: the maximum number of tokens of a text, according to the constraint on the inputs
+            of the function "prefill". `context` is None if the bundle has no constraint on the
+            number of tokens.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle):
@@ -57,13 +59,13 @@ class Generator:
             self.characters = _characters(files["characters.json"])
 
     def read(self, body: dict, *, streamed: bool = False) -> Request:
-        """Returns the request that the JSON object `body` describes. The keys of `body` are text_input or tokens,
-        max_tokens, temperature, top_k (0: all tokens), seed, id, and stream, which must agree with the path of the
-        request, `streamed`.
+        """Returns the request that the JSON object `body` describes. The keys of `body` are
+        text_input or tokens, max_tokens, temperature, top_k (0: all tokens), seed, id, and stream,
+        which must agree with the path of the request, `streamed`.
 
         Raises:
-            Invalid: a key or value of `body` is not valid, or the requested text is longer than the context of the
-                model.
+            Invalid: a key or value of `body` is not valid, or the requested text is longer than the
+                context of the model.
         """
         known = {
             "text_input",
@@ -122,14 +124,16 @@ class Generator:
             self.context is not None and total > self.context + 1
         ):  # the last token is not read by the model
             raise Invalid(
-                f"the prompt and max_tokens have {total} tokens, expected at most {self.context + 1}"
+                f"the prompt and max_tokens have {total} tokens, expected at most "
+                f"{self.context + 1}"
             )
         return request
 
     def tokens(self, request: Request) -> Iterator[int]:
         """Yields the generated tokens. Each token is computed when the iterator is advanced.
 
-        The prompt is read in parts whose lengths are powers of two, so that few programs are compiled.
+        The prompt is read in parts whose lengths are powers of two, so that few programs are
+        compiled.
         """
         zeros = lambda leaf: np.zeros(
             _signature.shape(leaf, {n: 1 for n in leaf["shape"] if isinstance(n, str)}),
@@ -143,7 +147,8 @@ class Generator:
             cache, rest = output["cache"], rest[n:]
         if max(request.tokens) >= np.size(output["logits"]):
             raise Invalid(
-                f"the token {max(request.tokens)} is not in the vocabulary of {np.size(output['logits'])}"
+                f"the token {max(request.tokens)} is not in the vocabulary of "
+                f"{np.size(output['logits'])}"
             )
         for i in range(request.max_tokens):
             token = _pick(np.asarray(output["logits"], np.float32).reshape(-1), request, draw)

@@ -1,8 +1,9 @@
 """Tests whether other rows, or padding, change the outputs of a model.
 
-A batch mixes the rows of several clients, and padding adds rows and elements that no client sent. Both are right only
-if they leave every client's outputs alone. Nothing in a bundle states this, so the server runs the model beside hostile
-values (NaN, infinities, the largest integers, other sizes) and believes only what it has seen.
+A batch mixes the rows of several clients, and padding adds rows and elements that no client sent.
+Both are right only if they leave every client's outputs alone. Nothing in a bundle states this, so
+the server runs the model beside hostile values (NaN, infinities, the largest integers, other sizes)
+and believes only what it has seen.
 """
 
 from __future__ import annotations
@@ -25,22 +26,26 @@ _SMALL = 3  # rows of the batches in which each hostile row meets each position
 
 
 class Dependent(ValueError):
-    """Raised if other rows or padding change an output, and also if the test cannot show that they do not."""
+    """Raised if other rows or padding change an output, and also if the test cannot show that they
+    do not."""
 
 
 def check_rows(model: Model, max_batch: int) -> None:
     """Tests that the rows of a batch are independent.
 
-    Every row is computed alone, then among other rows: at each batch size that the server uses and some that only
-    requests have, at each position, beside rows of NaN, infinities, extreme integers and ordinary values.
+    Every row is computed alone, then among other rows: at each batch size that the server uses and
+    some that only requests have, at each position, beside rows of NaN, infinities, extreme integers
+    and ordinary values.
 
     Raises:
-        Dependent: a row's outputs differ, or the rows of the test show nothing. The message is the reason.
+        Dependent: a row's outputs differ, or the rows of the test show nothing. The message is the
+            reason.
     """
     loops, counts_rows = _read(model)
     if loops:
         raise Dependent(
-            "the program has a while loop, which the rows of a batch share, so hostile rows could keep the "
+            "the program has a while loop, which the rows of a batch share, so hostile rows could "
+            "keep the "
             "test running forever"
         )
     known = {min(1 << i, max_batch) for i in range(max_batch.bit_length() + 1)} | {
@@ -57,10 +62,12 @@ def check_rows(model: Model, max_batch: int) -> None:
 
 
 def check_padding(model: Model) -> None:
-    """Tests that the padding of each size variable in `model.pad` leaves the outputs alone, at sizes that need padding.
+    """Tests that the padding of each size variable in `model.pad` leaves the outputs alone, at
+    sizes that need padding.
 
-    The server pads with zeros. That zeros change nothing on a few inputs could be luck (a maximum of positive numbers),
-    so other values in the padding must change nothing, either. One input may keep its zeros: the mask, if there is one.
+    The server pads with zeros. That zeros change nothing on a few inputs could be luck (a maximum
+    of positive numbers), so other values in the padding must change nothing, either. One input may
+    keep its zeros: the mask, if there is one.
 
     Raises:
         Dependent: an output depends on padding, or the test shows nothing.
@@ -128,8 +135,8 @@ def _compare_padding(model, what, names, sizes, inputs, want):
 
 
 def _filling(dtype, kind):
-    """Returns a value for the padding that an output would show. It is finite and small enough to be legal: the server
-    itself pads with zeros, and zero weights of attention times NaN are NaN."""
+    """Returns a value for the padding that an output would show. It is finite and small enough to
+    be legal: the server itself pads with zeros, and zero weights of attention times NaN are NaN."""
     if dtype.kind == "b":
         return True
     if dtype.kind in "ui":
@@ -138,7 +145,8 @@ def _filling(dtype, kind):
 
 
 class _Rows:
-    """Rows whose outputs are known because each was computed alone, and hostile rows to put beside them."""
+    """Rows whose outputs are known because each was computed alone, and hostile rows to put beside
+    them."""
 
     def __init__(self, model: Model, sizes: Mapping[str, int]):
         self.model = model
@@ -157,7 +165,8 @@ class _Rows:
         self.hostile = list(_hostile(self.rows[0]))
 
     def check(self, size: int) -> None:
-        """Compares the outputs of batches of `size` rows with those of the rows alone, and with one another."""
+        """Compares the outputs of batches of `size` rows with those of the rows alone, and with one
+        another."""
         own = [i % len(self.rows) for i in range(size)]
         base = self._run([self.rows[i] for i in own])
         self._compare(base, range(size), [self.alone[i] for i in own], self.model.tolerance)
@@ -179,7 +188,8 @@ class _Rows:
             self._compare(outputs, kept, [wanted[i] for i in kept], self.model.rounding)
 
     def _neighbors(self, size) -> Iterator[tuple[Sequence[int], Callable]]:
-        """Yields positions that keep their rows, and a function that returns the hostile row for another position."""
+        """Yields positions that keep their rows, and a function that returns the hostile row for
+        another position."""
         if size <= _SMALL:
             for row in self.hostile:
                 for position in range(size):
@@ -196,7 +206,8 @@ class _Rows:
             for (name, _), got, want in zip(self.model.outputs, outputs, row):
                 if not _close(got[i : i + 1], want, tolerance):
                     raise Dependent(
-                        f"the output {name!r} of a row depends on the other rows of a batch, as a test "
+                        f"the output {name!r} of a row depends on the other rows of a batch, as a "
+                        f"test "
                         f"with {len(got)} rows shows"
                     )
 
@@ -225,8 +236,8 @@ def _extremes(dtype) -> list:
 
 
 def _require_information(model, results, what):
-    """Raises Dependent unless some output differs between two inputs of equal sizes: outputs that are always zero hide
-    every effect."""
+    """Raises Dependent unless some output differs between two inputs of equal sizes: outputs that
+    are always zero hide every effect."""
     if not any(_has_finite(y) for outputs in results for y in outputs):
         why = "have no finite element"
     elif any(
@@ -238,7 +249,8 @@ def _require_information(model, results, what):
     else:
         why = "are equal"
     raise Dependent(
-        f"the outputs of all test inputs {why}, so the test shows nothing about {what}; save the bundle "
+        f"the outputs of all test inputs {why}, so the test shows nothing about {what}; save the "
+        f"bundle "
         "with realistic inputs, Program.save(tests=...)"
     )
 
@@ -259,8 +271,9 @@ def _close(got: np.ndarray, want: np.ndarray, tolerance: float) -> bool:
 
 
 def _read(model: Model) -> tuple[bool, bool]:
-    """Returns whether a program has while loops, and whether it computes with its number of rows. Without a stable
-    form, the text of the program tells only about loops, and every batch size must be tested."""
+    """Returns whether a program has while loops, and whether it computes with its number of rows.
+    Without a stable form, the text of the program tells only about loops, and every batch size must
+    be tested."""
     try:
         program = model.bundle.stable(model.entry)
     except _signature.BundleError:
@@ -271,7 +284,8 @@ def _read(model: Model) -> tuple[bool, bool]:
 
 
 def _operations(data: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (name, options) of the operations of a program in stable form, also those inside of loops and branches."""
+    """Yields (name, options) of the operations of a program in stable form, also those inside of
+    loops and branches."""
     if isinstance(data, dict):
         for name, _, _, options, _ in data.get("equations", ()):
             yield name, options
@@ -288,7 +302,8 @@ def _operations(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _assigned(model: Model, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yields values of all size variables that satisfy the constraints of the model and agree with `fixed`."""
+    """Yields values of all size variables that satisfy the constraints of the model and agree with
+    `fixed`."""
     names = sorted({*model.variables, *([model.rows_name] if model.rows_name else [])} - set(fixed))
     for values in itertools.islice(itertools.product(_SIZES, repeat=len(names)), 100_000):
         sizes = {**fixed, **dict(zip(names, values))}
@@ -297,7 +312,8 @@ def _assigned(model: Model, fixed: Mapping[str, int]) -> Iterator[dict[str, int]
 
 
 def _several(model: Model) -> list[dict[str, int]]:
-    """Returns one or two assignments of the sizes besides the number of rows. Padded sizes are those of the padding."""
+    """Returns one or two assignments of the sizes besides the number of rows. Padded sizes are
+    those of the padding."""
     found: list[dict[str, int]] = []
     for place in (0, -1):
         fixed = {name: sizes[place] for name, sizes in model.pad.items()}
@@ -314,14 +330,16 @@ def _several(model: Model) -> list[dict[str, int]]:
                 found.append(sizes)
     if not found:
         raise Dependent(
-            f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so nothing can be "
+            f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so nothing "
+            f"can be "
             "tested"
         )
     return found[:2]
 
 
 def _natural(model: Model, names: set[str]) -> list[dict[str, int]]:
-    """Returns sizes for which the server pads exactly the axes `names`: the ends of the ranges below the padded
+    """Returns sizes for which the server pads exactly the axes `names`: the ends of the ranges
+    below the padded
     sizes. The list is empty if there are no such sizes."""
     listed = {name: sizes[0] for name, sizes in model.pad.items() if name not in names}
     between = {
@@ -340,7 +358,8 @@ def _natural(model: Model, names: set[str]) -> list[dict[str, int]]:
                 break
     if not found:
         raise Dependent(
-            f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so the padding of "
+            f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so the "
+            f"padding of "
             f"{', '.join(names)} cannot be tested"
         )
     name = min(names)

@@ -20,7 +20,8 @@ _HELP = {
 
 
 class Metrics:
-    """The metrics of one server. Metrics whose names end with _total are counters. The other metrics are histograms."""
+    """The metrics of one server. Metrics whose names end with _total are counters. The other
+    metrics are histograms."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -40,8 +41,8 @@ class Metrics:
             counts[next((i for i, limit in enumerate(limits) if value <= limit), len(limits))] += 1
 
     def text(self, gauges: list[tuple[str, dict, float]]) -> str:
-        """Returns all metrics as text. The returned text contains the counters and histograms of the `Metrics` object,
-        and `gauges`, a list of (name, labels, value)."""
+        """Returns all metrics as text. The returned text contains the counters and histograms of
+        the `Metrics` object, and `gauges`, a list of (name, labels, value)."""
         with self._lock:
             lines = {name: [] for name in _HELP}
             for (name, labels), value in sorted(self._counts.items()):

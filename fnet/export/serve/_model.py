@@ -1,4 +1,5 @@
-"""A served model, which is an entry point (function) of a bundle: its inputs, compiled programs and computation."""
+"""A served model, which is an entry point (function) of a bundle: its inputs, compiled programs and
+computation."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _LOG = logging.getLogger("fnet.serve")
 
 
 def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
-    """Returns a list of (name, {"dtype", "shape"}) for the arrays in the description of a tree. The names of the arrays
-    are paths such as cache/keys."""
+    """Returns a list of (name, {"dtype", "shape"}) for the arrays in the description of a tree. The
+    names of the arrays are paths such as cache/keys."""
     if tree is None:
         return []
     if "dtype" in tree and "shape" in tree:
@@ -41,15 +42,17 @@ class Model:
     """An entry point (a function of a bundle), which the server offers as a model.
 
     Attributes:
-        name, version: the name and the version of the model, strings that occur in the URLs of the server.
+        name, version: the name and the version of the model, strings that occur in the URLs of the
+            server.
         inputs, outputs: the types of the arrays, [(name, {"dtype", "shape"})].
-        rows_name: the size variable that is the first axis of all inputs and outputs and occurs nowhere else, or "". An
-            axis like this looks like a batch, but only `warm` finds out whether its rows are independent.
-        batched: whether requests may be combined, split and padded along the first axis. False until `warm` has shown
-            that the rows are independent.
+        rows_name: the size variable that is the first axis of all inputs and outputs and occurs
+            nowhere else, or "". An axis like this looks like a batch, but only `warm` finds out
+            whether its rows are independent.
+        batched: whether requests may be combined, split and padded along the first axis. False
+            until `warm` has shown that the rows are independent.
         not_batched: the reason why `batched` is False, or None.
-        tolerance: the largest difference between the outputs of programs for other sizes, divided by the largest
-            element: each rounds in its own order.
+        tolerance: the largest difference between the outputs of programs for other sizes, divided
+            by the largest element: each rounds in its own order.
         rounding: the same for two calls of one program: 0 on a CPU.
         max_batch: the maximum number of rows that are computed together; 1 if `batched` is False.
         variables: the other size variables.
@@ -104,15 +107,18 @@ class Model:
         for name in self.pad:
             if any(name in _words(n) and n != name for _, leaf in both for n in leaf["shape"]):
                 raise ValueError(
-                    f"serve: {self.name}: inputs or outputs have sizes computed from {name!r}; it cannot "
+                    f"serve: {self.name}: inputs or outputs have sizes computed from {name!r}; it "
+                    f"cannot "
                     "be padded"
                 )
 
     def bound(self, arrays: list[np.ndarray]) -> list:
-        """Checks the inputs against the dtypes and shapes in the signature, and returns them converted to these dtypes.
+        """Checks the inputs against the dtypes and shapes in the signature, and returns them
+        converted to these dtypes.
 
         Raises:
-            BundleError: the inputs do not match the signature (structure, dtypes and shapes of the inputs).
+            BundleError: the inputs do not match the signature (structure, dtypes and shapes of the
+                inputs).
         """
         rest, description = iter(arrays), self._description
         named = {name: _signature.unflatten(tree, rest) for name, tree in description["inputs"]}
@@ -125,8 +131,8 @@ class Model:
         return flat
 
     def compute(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Computes the outputs for inputs that `bound` returned. If the rows are independent, they are computed in
-        parts of at most `max_batch` rows, otherwise all at once."""
+        """Computes the outputs for inputs that `bound` returned. If the rows are independent, they
+        are computed in parts of at most `max_batch` rows, otherwise all at once."""
         sizes = self.sizes(arrays)
         arrays = self.padded(arrays, sizes, [0] * len(arrays))
         if not self.batched:
@@ -163,8 +169,8 @@ class Model:
     def padded(
         self, arrays: Sequence[np.ndarray], sizes: Mapping[str, int], fills: Sequence[Any]
     ) -> list:
-        """Returns the inputs, padded to the smallest sufficient sizes in `pad` with the values `fills`, one for each
-        input."""
+        """Returns the inputs, padded to the smallest sufficient sizes in `pad` with the values
+        `fills`, one for each input."""
         for name, allowed in self.pad.items():
             size = next(n for n in allowed if n >= sizes[name])
             arrays = [
@@ -183,8 +189,8 @@ class Model:
         return list(outputs)
 
     def drawn(self, sizes: Mapping[str, int], scale: float, seed: int = 0) -> list[np.ndarray]:
-        """Returns random inputs of the given sizes: normal numbers of the given scale, and integers that are legal as
-        lengths, too: from 0 to the smallest size besides the number of rows."""
+        """Returns random inputs of the given sizes: normal numbers of the given scale, and integers
+        that are legal as lengths, too: from 0 to the smallest size besides the number of rows."""
         draw = np.random.default_rng(seed)
         most = min((n for name, n in sizes.items() if name != self.rows_name), default=9)
 
@@ -202,8 +208,8 @@ class Model:
         ]
 
     def _piece(self, arrays):
-        """Computes the outputs for at most `max_batch` rows. Copies of the last row are added until the number of rows
-        is a power of two or `max_batch`, so that few programs are compiled."""
+        """Computes the outputs for at most `max_batch` rows. Copies of the last row are added until
+        the number of rows is a power of two or `max_batch`, so that few programs are compiled."""
         rows = len(arrays[0])
         size = min(1 << (rows - 1).bit_length(), self.max_batch)
         if size > rows:
@@ -228,9 +234,10 @@ class Model:
     def _compiled(self, weights, arrays):
         """Returns the compiled program for the shapes of `arrays`.
 
-        On a CPU, the program is created from its JSON description in the bundle (the file of the exported model), and
-        `ft.tune` optimizes the program. On a GPU or TPU, or if the bundle contains no JSON description of the program,
-        the server compiles the serialized `jax.export` program in the bundle.
+        On a CPU, the program is created from its JSON description in the bundle (the file of the
+        exported model), and `ft.tune` optimizes the program. On a GPU or TPU, or if the bundle
+        contains no JSON description of the program, the server compiles the serialized `jax.export`
+        program in the bundle.
         """
         if self._stable:
             rest = iter(arrays)
@@ -250,8 +257,9 @@ class Model:
         return len(self._programs)
 
     def warm(self) -> None:
-        """Tests whether the rows of a batch are independent, and that padding has no effect on the outputs. Compiles
-        the programs for the batch sizes and padded sizes that can occur, if all sizes are known in advance.
+        """Tests whether the rows of a batch are independent, and that padding has no effect on the
+        outputs. Compiles the programs for the batch sizes and padded sizes that can occur, if all
+        sizes are known in advance.
 
         Raises:
             ValueError: an output depends on padding, or the test of the padding shows nothing.

@@ -1,10 +1,11 @@
-"""Reads requests and writes responses of the Open Inference Protocol, version 2 (REST), with tensors as JSON or as
-bytes.
+"""Reads requests and writes responses of the Open Inference Protocol, version 2 (REST), with
+tensors as JSON or as bytes.
 
-The Open Inference Protocol is defined in https://github.com/kserve/open-inference-protocol. Triton's extension
-"binary_tensor_data" defines how requests and responses contain tensors as bytes, and its extension "classification" how
-an output becomes the names of its largest elements. A field or parameter that the server does not know is an error,
-because a client that sends it expects an effect.
+The Open Inference Protocol is defined in https://github.com/kserve/open-inference-protocol.
+Triton's extension "binary_tensor_data" defines how requests and responses contain tensors as bytes,
+and its extension "classification" how an output becomes the names of its largest elements. A field
+or parameter that the server does not know is an error, because a client that sends it expects an
+effect.
 """
 
 from __future__ import annotations
@@ -108,11 +109,12 @@ def read_json(data: bytes) -> dict:
 
 
 def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.ndarray]]:
-    """Reads a request. Returns (the JSON object of the request, the inputs in the order of the model's inputs).
+    """Reads a request. Returns (the JSON object of the request, the inputs in the order of the
+    model's inputs).
 
     Args:
-        length: the header Inference-Header-Content-Length, the number of bytes of JSON before the bytes of the tensors.
-            The header is None if the whole body is JSON.
+        length: the header Inference-Header-Content-Length, the number of bytes of JSON before the
+            bytes of the tensors. The header is None if the whole body is JSON.
 
     Raises:
         Invalid: the request is not valid for the model.
@@ -121,7 +123,8 @@ def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.n
         length.isdigit() and len(length) < 16 and int(length) <= len(body)
     ):
         raise Invalid(
-            f"Inference-Header-Content-Length is {length[:40]!r}, expected at most the {len(body)} bytes of "
+            f"Inference-Header-Content-Length is {length[:40]!r}, expected at most the {len(body)} "
+            f"bytes of "
             "the body"
         )
     end = len(body) if length is None else int(length)
@@ -160,8 +163,9 @@ def _parameters(what, held) -> dict:
     """Returns the parameters of a request, an input or a requested output.
 
     Raises:
-        Invalid: the server does not support one of them. Those of Triton's extensions that are zero, false or empty,
-            which is how clients state that they do not use an extension, are allowed.
+        Invalid: the server does not support one of them. Those of Triton's extensions that are
+            zero, false or empty, which is how clients state that they do not use an extension, are
+            allowed.
     """
     parameters = held.get("parameters")
     if parameters is None:
@@ -212,7 +216,8 @@ def _tensor(name, tensor, dtype, rest):
         ) from None
     if array.size != count or (array.size and array.dtype.kind not in _KINDS[np.dtype(dtype).kind]):
         raise Invalid(
-            f"the data of the input {name!r} must have {count} numbers of datatype {code}, got {array.size} "
+            f"the data of the input {name!r} must have {count} numbers of datatype {code}, got "
+            f"{array.size} "
             f"of the type {array.dtype.name}"
         )
     if np.dtype(dtype).kind in "ui" and array.size:
@@ -228,8 +233,8 @@ def _tensor(name, tensor, dtype, rest):
 
 
 def write(model: Model, request: dict, outputs: list[np.ndarray]) -> tuple[bytes, int | None]:
-    """Returns (the body of the response, the number of bytes of JSON at its start). The number of bytes is None if the
-    whole body is JSON.
+    """Returns (the body of the response, the number of bytes of JSON at its start). The number of
+    bytes is None if the whole body is JSON.
 
     Raises:
         Invalid: the request asks for outputs that do not exist.
@@ -257,12 +262,14 @@ def write(model: Model, request: dict, outputs: list[np.ndarray]) -> tuple[bytes
 
 
 def check_outputs(model: Model, request: dict) -> None:
-    """Raises Invalid if the request asks for outputs that do not exist, or for classes of an output without numbers."""
+    """Raises Invalid if the request asks for outputs that do not exist, or for classes of an output
+    without numbers."""
     _wanted(model, request)
 
 
 def _wanted(model, request) -> dict[str, tuple[bool, int]]:
-    """Returns {name of a requested output: (whether it is requested as bytes, the number of requested classes or 0)}"""
+    """Returns {name of a requested output: (whether it is requested as bytes, the number of
+    requested classes or 0)}"""
     everything = bool(_parameters("request", request).get("binary_data_output"))
     asked = request.get("outputs")
     if not asked:
@@ -288,8 +295,9 @@ def _wanted(model, request) -> dict[str, tuple[bool, int]]:
 
 
 def _classes(model, array, count) -> np.ndarray:
-    """Returns the `count` largest elements of each row as strings "value:index" or "value:index:label", in Triton's
-    format: [rows, count], or [count] if the first axis of the model is not a batch. NaN is less than all numbers."""
+    """Returns the `count` largest elements of each row as strings "value:index" or
+    "value:index:label", in Triton's format: [rows, count], or [count] if the first axis of the
+    model is not a batch. NaN is less than all numbers."""
     rows = array.reshape(len(array), -1) if model.rows_name else array.reshape(1, -1)
     exact = rows.dtype.kind in "ui"
     numbers = (
@@ -318,8 +326,8 @@ def _texts(strings) -> bytes:
 
 
 def _numbers(array):
-    """Returns the elements of an array as a flat list. NaN and infinite elements become None, because JSON cannot
-    represent them."""
+    """Returns the elements of an array as a flat list. NaN and infinite elements become None,
+    because JSON cannot represent them."""
     if array.dtype.kind in "fV":
         numbers = array.astype(np.float64).ravel()
         finite = np.isfinite(numbers)

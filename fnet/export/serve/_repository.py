@@ -26,11 +26,11 @@ class Repository:
     """The served models.
 
     Attributes:
-        models: {name: {version: (model, batcher)}}, where the batcher combines waiting requests into batches. For the
-            bundle NAME.fnet, the model of the function "predict" is called NAME, and the models of other functions are
-            called NAME.ENTRY.
-        generators: the text generators, {name: {version: generator}}. Each bundle with the functions "prefill" and
-            "decode" has a text generator.
+        models: {name: {version: (model, batcher)}}, where the batcher combines waiting requests
+            into batches. For the bundle NAME.fnet, the model of the function "predict" is called
+            NAME, and the models of other functions are called NAME.ENTRY.
+        generators: the text generators, {name: {version: generator}}. Each bundle with the
+            functions "prefill" and "decode" has a text generator.
         ready: whether the programs of all models have been compiled.
         error: the error that occurred when the programs were compiled, or None.
     """
@@ -61,7 +61,8 @@ class Repository:
         version = version or str(1 + max(map(int, held), default=0))
         if not _NAME.fullmatch(name) or not version.isdigit() or version in held:
             raise ValueError(
-                f"serve: {text!r}: expected FILE, NAME=FILE or NAME:VERSION=FILE with a name of letters, "
+                f"serve: {text!r}: expected FILE, NAME=FILE or NAME:VERSION=FILE with a name of "
+                f"letters, "
                 "digits, '.', '_' and '-', and a number that is not used twice"
             )
         bundle = load(path)
@@ -83,7 +84,8 @@ class Repository:
                 self.models.setdefault(full, {})[version] = model, batcher
 
     def find(self, name: str, version: str | None, table: str = "models"):
-        """Returns the model with the given name and version, or the newest version of the model if `version` is None.
+        """Returns the model with the given name and version, or the newest version of the model if
+        `version` is None.
 
         Raises:
             Unknown: there is no model with the given name and version.
@@ -98,7 +100,8 @@ class Repository:
         return versions[version or max(versions, key=int)]
 
     def warm(self) -> None:
-        """Tests and compiles the programs of all models. Then sets `ready` or, if a model cannot be served, `error`."""
+        """Tests and compiles the programs of all models. Then sets `ready` or, if a model cannot be
+        served, `error`."""
         try:
             for model, batcher in self.all():
                 model.warm()

@@ -16,20 +16,21 @@ def run(
     *,
     started: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serves bundles (exported models) until SIGTERM or SIGINT, and answers every accepted request before it returns.
+    """Serves bundles (exported models) until SIGTERM or SIGINT, and answers every accepted request
+    before it returns.
 
-    After the first SIGTERM or SIGINT, the server reports that it is not ready, and its responses ask the clients to
-    close their connections. When `options.drain` seconds have passed after the signal, the server accepts no more
-    connections. When the server has answered all accepted requests, `run` returns. After a second SIGTERM or SIGINT,
-    `run` returns immediately.
+    After the first SIGTERM or SIGINT, the server reports that it is not ready, and its responses
+    ask the clients to close their connections. When `options.drain` seconds have passed after the
+    signal, the server accepts no more connections. When the server has answered all accepted
+    requests, `run` returns. After a second SIGTERM or SIGINT, `run` returns immediately.
 
         serve.run(["digits.fnet"], serve.Options(port=8000))
 
     Args:
         files: the bundles, strings of the form FILE, NAME=FILE or NAME:VERSION=FILE.
         options: the options of the server. Default None: `serve.Options()`.
-        started: a function that is called with the address of the server when all programs are compiled. Default: a
-            function that does nothing.
+        started: a function that is called with the address of the server when all programs are
+            compiled. Default: a function that does nothing.
 
     Raises:
         ImportError: Starlette or uvicorn is not installed (fnet[serve]).
@@ -96,8 +97,8 @@ def _server(uvicorn, config, state, started) -> Any:
 
 
 def _protocol(seconds: float) -> type:
-    """Returns a subclass of uvicorn's HTTP protocol that also closes a connection if the head of a request does not
-    arrive within `seconds`."""
+    """Returns a subclass of uvicorn's HTTP protocol that also closes a connection if the head of a
+    request does not arrive within `seconds`."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Protocol(H11Protocol):
@@ -117,7 +118,8 @@ def _protocol(seconds: float) -> type:
             super().connection_lost(error)
 
         def wait(self):
-            """Starts a timer while the connection waits for the head of a request, and stops it during a request."""
+            """Starts a timer while the connection waits for the head of a request, and stops it
+            during a request."""
             idle = self.cycle is None or self.cycle.response_complete
             if idle and self.timer is None:
                 self.timer = self.loop.call_later(seconds, self.transport.close)

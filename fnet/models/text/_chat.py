@@ -19,8 +19,9 @@ from fnet.models.weights._files import SMALL, contents
 
 _FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field of a message
-# Appended to the message that is continued, to find its end in the text. Without the space, the template trimmed it.
-# Plain ASCII, because templates print the parts of a message as Python and JSON do, with escapes.
+# Appended to the message that is continued, to find its end in the text. Without the space, the
+# template trimmed it. Plain ASCII, because templates print the parts of a message as Python and
+# JSON do, with escapes.
 _END = "end-of-the-message-to-continue-f39c1b "
 # Arguments of transformers' apply_chat_template that are no variables of a template.
 _NOT_VARIABLES = (
@@ -36,24 +37,26 @@ _NOT_VARIABLES = (
     "tokenizer_kwargs",
     "processor_kwargs",
 )
-# Classes of transformers without default special tokens: if bos_token or eos_token is absent, there is none.
+# Classes of transformers without default special tokens: if bos_token or eos_token is absent, there
+# is none.
 _WITHOUT_TOKENS = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class ChatTemplate:
-    """The chat template of a model: a program that converts messages to text in the format of the model's training.
+    """The chat template of a model: a program that converts messages to text in the format of the
+    model's training.
 
         template = models.ChatTemplate.read(folder)
         text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
 
-    Chat templates are programs in the template language Jinja (`pip install 'fnet[chat]'`). Chat templates run in a
-    sandbox without access to Python, files or the network, and with limits on iterations and on the lengths of texts.
-    As in transformers, templates may use loop controls, `raise_exception`, `strftime_now`, `tojson` and `{% generation
-    %}`.
+    Chat templates are programs in the template language Jinja (`pip install 'fnet[chat]'`). Chat
+    templates run in a sandbox without access to Python, files or the network, and with limits on
+    iterations and on the lengths of texts. As in transformers, templates may use loop controls,
+    `raise_exception`, `strftime_now`, `tojson` and `{% generation %}`.
 
     Args:
-        template: the template as a string, or several templates as {name: template}. With several templates, `render`
-            selects "default" or "tool_use" automatically.
+        template: the template as a string, or several templates as {name: template}. With several
+            templates, `render` selects "default" or "tool_use" automatically.
         tokens: special tokens, which become variables of the template, such as bos_token="<s>".
 
     >>> template = ChatTemplate("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
@@ -79,10 +82,10 @@ class ChatTemplate:
     def read(cls, folder: str | os.PathLike) -> ChatTemplate:
         """Reads the chat template from a folder of weights.
 
-        If the folder contains a chat_template.jinja, the template is read from this file, and further named templates
-        are read from the subfolder additional_chat_templates. If the folder contains no chat_template.jinja, templates
-        are read from the field chat_template of tokenizer_config.json. The special tokens are always read from
-        tokenizer_config.json.
+        If the folder contains a chat_template.jinja, the template is read from this file, and
+        further named templates are read from the subfolder additional_chat_templates. If the folder
+        contains no chat_template.jinja, templates are read from the field chat_template of
+        tokenizer_config.json. The special tokens are always read from tokenizer_config.json.
 
         Raises:
             FileNotFoundError: the folder has no chat template.
@@ -111,38 +114,41 @@ class ChatTemplate:
         """Converts a conversation to text with the template.
 
         Args:
-            messages: the conversation, a list of {"role": "user", "content": "..."}. A template may support further
-                fields of a message. All values in a message must have JSON types.
+            messages: the conversation, a list of {"role": "user", "content": "..."}. A template may
+                support further fields of a message. All values in a message must have JSON types.
             add_generation_prompt: whether to append the text with which an answer begins.
-            continue_final_message: whether the last message is the beginning of an answer, which the text leaves open:
-                it ends where the message ends. The name of a field of the message, such as "reasoning_content",
-                continues this field instead of "content".
+            continue_final_message: whether the last message is the beginning of an answer, which
+                the text leaves open: it ends where the message ends. The name of a field of the
+                message, such as "reasoning_content", continues this field instead of "content".
             tools: JSON schemas of functions that the model may call.
             documents: a list of {"title": ..., "text": ...}, from which the model may quote.
-            name: the name of the template to use. Default: "tool_use" if `tools` is not empty and a template of this
-                name exists, otherwise "default".
+            name: the name of the template to use. Default: "tool_use" if `tools` is not empty and a
+                template of this name exists, otherwise "default".
             variables: other variables of the template, such as enable_thinking=False for Qwen3.
 
         Returns:
-            The text. The rendered text already contains the special tokens, so pass `special_tokens=False` when you
-            encode it.
+            The text. The rendered text already contains the special tokens, so pass
+            `special_tokens=False` when you encode it.
 
         Raises:
-            ValueError: the messages are not of the expected form, or the template rejects the messages, fails, or
-                exceeds a limit. Also if the template does not show the message to continue.
-            TypeError: an argument of transformers' apply_chat_template that is no variable of a template, such as
-                `tokenize` or `return_tensors`.
+            ValueError: the messages are not of the expected form, or the template rejects the
+                messages, fails, or exceeds a limit. Also if the template does not show the message
+                to continue.
+            TypeError: an argument of transformers' apply_chat_template that is no variable of a
+                template, such as `tokenize` or `return_tensors`.
             ModuleNotFoundError: jinja2 is not installed.
         """
         if ours := sorted(set(variables) & set(_NOT_VARIABLES)):
             raise TypeError(
-                f"ChatTemplate.render: {ours[0]!r} is an argument of transformers' apply_chat_template, "
+                f"ChatTemplate.render: {ours[0]!r} is an argument of transformers' "
+                f"apply_chat_template, "
                 "not a variable of the template; render returns text, which tokenizer.encode(text, "
                 "special_tokens=False) converts to tokens"
             )
         if add_generation_prompt and continue_final_message:
             raise ValueError(
-                "chat: add_generation_prompt begins a new message and continue_final_message continues "
+                "chat: add_generation_prompt begins a new message and continue_final_message "
+                "continues "
                 "the last one; pass one of them"
             )
         for what, values in ("tools", tools), ("documents", documents):
@@ -171,7 +177,8 @@ class ChatTemplate:
         for token in self._undefined:
             if token in template and token not in values:
                 raise ValueError(
-                    f"{self._path}: the chat template uses {token}, which {_tokenizer_config.NAME} lacks; "
+                    f"{self._path}: the chat template uses {token}, which {_tokenizer_config.NAME} "
+                    f"lacks; "
                     f"pass {token}=..."
                 )
         where = self._path + (
@@ -259,9 +266,10 @@ def chat(
             answer += piece
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "When?"}]
 
-    The answer ends before the first token of `tokenizer.stop`. If the content of a message contains the string of a
-    special token, this string is encoded as that token, as in transformers. Remove the strings of special tokens from
-    the messages of untrusted users, because these users could otherwise imitate another role, such as "system".
+    The answer ends before the first token of `tokenizer.stop`. If the content of a message contains
+    the string of a special token, this string is encoded as that token, as in transformers. Remove
+    the strings of special tokens from the messages of untrusted users, because these users could
+    otherwise imitate another role, such as "system".
 
     Args:
         model, params: as for `generate`.
@@ -270,8 +278,9 @@ def chat(
         key: a `jax.random.key`, not needed for temperature 0.
         max_tokens: the maximum number of tokens of the answer.
         template: a `ChatTemplate`. Default: `tokenizer.chat_template`.
-        variables: other arguments of `ChatTemplate.render`: `tools`, `documents`, `continue_final_message` (the answer
-            then continues the last message), or variables of the template.
+        variables: other arguments of `ChatTemplate.render`: `tools`, `documents`,
+            `continue_final_message` (the answer then continues the last message), or variables of
+            the template.
         stop: strings that end the answer, as for `stream_text`.
         options: `temperature` and other options of `generate`, except `samples` and `lengths`.
 
@@ -279,8 +288,8 @@ def chat(
         The pieces of the answer, as strings.
 
     Raises:
-        ValueError, TypeError: as for `generate` and `ChatTemplate.render`. ValueError is also raised if there is no
-            chat template.
+        ValueError, TypeError: as for `generate` and `ChatTemplate.render`. ValueError is also
+            raised if there is no chat template.
 
     >>> tokenizer = models.CharTokenizer("user: be or not to\\n")
     >>> model = models.GPT(tokenizer.vocab_size, width=4, depth=1, heads=1, context=32)
@@ -293,7 +302,8 @@ def chat(
     template = template or getattr(tokenizer, "chat_template", None)
     if template is None:
         raise ValueError(
-            "chat: the tokenizer has no chat template; read it with models.read_tokenizer(folder) from a "
+            "chat: the tokenizer has no chat template; read it with models.read_tokenizer(folder) "
+            "from a "
             "folder that has one, or pass template=models.ChatTemplate(...)"
         )
     variables = dict(variables or {})
@@ -313,7 +323,8 @@ def chat(
 
 
 def encoded(tokenizer, text: str) -> list[int]:
-    """Converts a rendered chat template to tokens. The tokenizer adds no special tokens, such as <s>, to the text."""
+    """Converts a rendered chat template to tokens. The tokenizer adds no special tokens, such as
+    <s>, to the text."""
     more = (
         {"special_tokens": False}
         if "special_tokens" in inspect.signature(tokenizer.encode).parameters
@@ -365,7 +376,8 @@ def _cut(text, begun, where):
     end = text.rfind(_END.strip())
     if end < 0 or begun.strip() not in text:
         raise ValueError(
-            f"{where}: continue_final_message: the last message is not in the text as it is, so it cannot "
+            f"{where}: continue_final_message: the last message is not in the text as it is, so it "
+            f"cannot "
             "be continued"
         )
     return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
@@ -399,7 +411,8 @@ def _checked(messages):
 
 
 def _plain(name, value):
-    """Returns a copy of `value` with only JSON types, because templates must not call methods of other objects."""
+    """Returns a copy of `value` with only JSON types, because templates must not call methods of
+    other objects."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,5 @@
-"""Text generation for prompts of different lengths, with a key/value cache and one compiled program."""
+"""Text generation for prompts of different lengths, with a key/value cache and one compiled
+program."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ _SMALLEST = (
 
 
 class Generated(NamedTuple):
-    """The output of `generate`. `Generated` is registered with `jax.export` as "fnet.models.Generated".
+    """The output of `generate`. `Generated` is registered with `jax.export` as
+    "fnet.models.Generated".
 
     Attributes:
-        tokens: [batch * samples, max_tokens], the generated tokens. Elements after the end of an example are 0.
-        lengths: [batch * samples], the number of tokens of each example before its stop token, or max_tokens if there
+        tokens: [batch * samples, max_tokens], the generated tokens. Elements after the end of an
+        example are 0. lengths: [batch * samples], the number of tokens of each example before its
+        stop token, or max_tokens if there
             is no stop token.
-        log_probs: [batch * samples, max_tokens], the model's log-probability of each token, before penalties,
-            temperature, top_k, top_p and min_p are applied. Elements after the end of an example are 0.
+        log_probs: [batch * samples, max_tokens], the model's log-probability of each token, before
+            penalties, temperature, top_k, top_p and min_p are applied. Elements after the end of an
+            example are 0.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
@@ -54,7 +58,8 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         rows: a list of tokens for each example.
 
     Returns:
-        `(tokens, lengths)`: the tokens [rows, length of the longest list], and the length of each list [rows].
+        `(tokens, lengths)`: the tokens [rows, length of the longest list], and the length of each
+        list [rows].
 
     >>> padded([[5, 6, 7], [8]])
     (array([[5, 6, 7],
@@ -88,56 +93,68 @@ def generate(
 ) -> Generated:
     """Generates a continuation of each prompt, one token at a time.
 
-    First, one call of the model processes all prompts except their last tokens, and stores the keys and values in a
-    cache. After the prompt, a `lax.while_loop` generates one token of every example in each iteration, until all
-    examples have stopped. One compiled program processes the prompts and runs the loop. To reuse the program for
-    similar lengths, `generate` pads the prompts: without the last token, their padded length is a power of two or the
-    context of the model. The memory for new tokens has space for `max_tokens` tokens, rounded up to a power of two. The
-    compiled program is also reused for other values of the sampling options. Before the loop over tokens, the compiled
-    program copies the parameters, to cast them to `dtype` and to unstack the blocks of a stacked model (see `unstack`).
-    Each iteration of the loop reads every weight once and updates the cache in place.
+    First, one call of the model processes all prompts except their last tokens, and stores the keys
+    and values in a cache. After the prompt, a `lax.while_loop` generates one token of every example
+    in each iteration, until all examples have stopped. One compiled program processes the prompts
+    and runs the loop. To reuse the program for similar lengths, `generate` pads the prompts:
+    without the last token, their padded length is a power of two or the context of the model. The
+    memory for new tokens has space for `max_tokens` tokens, rounded up to a power of two. The
+    compiled program is also reused for other values of the sampling options. Before the loop over
+    tokens, the compiled program copies the parameters, to cast them to `dtype` and to unstack the
+    blocks of a stacked model (see `unstack`). Each iteration of the loop reads every weight once
+    and updates the cache in place.
 
-        out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
-        print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
+        out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200,
+        temperature=0) print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
 
     Args:
-        model: a decoder, such as GPT, Decoder or LSTMLanguageModel. `model(params, tokens, lengths=, state=cache)`
-            returns (logits [batch, time, vocab_size], cache), and `model.cache` creates an empty cache.
+        model: a decoder, such as GPT, Decoder or LSTMLanguageModel. `model(params, tokens,
+            lengths=, state=cache)` returns (logits [batch, time, vocab_size], cache), and
+            `model.cache` creates an empty cache.
         params: the parameters of the model.
         prompts: integers [batch, time], at least one token in each example, padded on the right.
-        key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example depend on the index of
-            the example in the batch and on the index of the token, but not on the other examples.
+        key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example
+            depend on the index of the example in the batch and on the index of the token, but not
+            on the other examples.
         max_tokens: the maximum number of tokens to generate.
-        temperature: divisor of the logits, finite. With a temperature of 0, always the most probable token is selected.
-            A temperature that is traced by `jax.jit` must not be 0.
-        top_k: sample only from the k most probable tokens (Fan et al., 2018), an integer >= 1. With more than the
-            vocabulary has, the option has no effect. Tokens as probable as the k-th are kept, too.
-        top_p: sample only from the smallest set of tokens whose probabilities add up to at least p (Holtzman et al.,
-            2020, nucleus sampling). `top_p` is applied after `top_k`. With 0, only the most probable token is left;
-            with 1, the option has no effect. Tokens as probable as the last one of the set are kept, too.
-        min_p: sample only from tokens whose probability is at least min_p times the largest probability (Nguyen et al.,
-            2024). With 0, the option has no effect; with 1, only the most probable tokens are left.
-        repetition_penalty: a factor for the logits of tokens that are in the prompt or were generated before. Positive
-            logits are divided by `repetition_penalty`, and negative logits are multiplied by it (Keskar et al., 2019).
-        presence_penalty: a number that is subtracted once from the logits of tokens that were generated before.
-        frequency_penalty: a number that is subtracted from the logit of a token for each time that the token was
+        temperature: divisor of the logits, finite. With a temperature of 0, always the most
+            probable token is selected. A temperature that is traced by `jax.jit` must not be 0.
+        top_k: sample only from the k most probable tokens (Fan et al., 2018), an integer >= 1. With
+            more than the vocabulary has, the option has no effect. Tokens as probable as the k-th
+            are kept, too.
+        top_p: sample only from the smallest set of tokens whose probabilities add up to at least p
+            (Holtzman et al., 2020, nucleus sampling). `top_p` is applied after `top_k`. With 0,
+            only the most probable token is left; with 1, the option has no effect. Tokens as
+            probable as the last one of the set are kept, too.
+        min_p: sample only from tokens whose probability is at least min_p times the largest
+            probability (Nguyen et al., 2024). With 0, the option has no effect; with 1, only the
+            most probable tokens are left.
+        repetition_penalty: a factor for the logits of tokens that are in the prompt or were
+            generated before. Positive logits are divided by `repetition_penalty`, and negative
+            logits are multiplied by it (Keskar et al., 2019).
+        presence_penalty: a number that is subtracted once from the logits of tokens that were
+        generated before. frequency_penalty: a number that is subtracted from the logit of a token
+        for each time that the token was
             generated before.
-        samples: number of texts to generate for each prompt. Each prompt is processed only once. Row `i * samples + j`
-            of the result is text j of prompt i.
+        samples: number of texts to generate for each prompt. Each prompt is processed only once.
+            Row `i * samples + j` of the result is text j of prompt i.
         stop: tokens that end an example.
-        lengths: integers [batch], the number of tokens of each prompt. By default, each prompt has `time` tokens
+        lengths: integers [batch], the number of tokens of each prompt. By default, each prompt has
+            `time` tokens
             (the size of the second axis of `prompts`).
-        dtype: the dtype to which floating-point parameters are cast, and in which keys and values are cached. Default:
-            the dtype of the parameters. Use "bfloat16" on GPUs and TPUs, because the time of an iteration on these
-            devices depends on the number of bytes that the iteration reads.
+        dtype: the dtype to which floating-point parameters are cast, and in which keys and values
+            are cached. Default: the dtype of the parameters. Use "bfloat16" on GPUs and TPUs,
+            because the time of an iteration on these devices depends on the number of bytes that
+            the iteration reads.
 
     Returns:
         `Generated(tokens, lengths, log_probs)`, with tokens [batch * samples, max_tokens].
 
     Raises:
-        ValueError: the shape of `prompts` is not [batch, time], a value in `lengths` is not from 1 to `time`, or an
-            option is outside its range. ValueError is also raised if a prompt and `max_tokens` together exceed the
-            model's context, or if `key` is None although tokens are sampled.
+        ValueError: the shape of `prompts` is not [batch, time], a value in `lengths` is not from 1
+            to `time`, or an option is outside its range. ValueError is also raised if a prompt and
+            `max_tokens` together exceed the model's context, or if `key` is None although tokens
+            are sampled.
         TypeError: `prompts` are not integers.
 
     >>> from fnet import models
@@ -178,9 +195,11 @@ def generate(
 
 
 def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) -> tuple:
-    """Checks the arguments of `generate`, and returns ((prompts, lengths, key), sizes for the compiled program).
+    """Checks the arguments of `generate`, and returns ((prompts, lengths, key), sizes for the
+    compiled program).
 
-    The sizes are {"room": number of tokens that the compiled program can generate, "capacity": length of its cache}.
+    The sizes are {"room": number of tokens that the compiled program can generate, "capacity":
+    length of its cache}.
     """
     if sampled and key is None:
         raise ValueError(f"{caller}: sampling needs key=jax.random.key(...); or pass temperature=0")
@@ -203,9 +222,9 @@ def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) 
 
 
 class Carry(NamedTuple):
-    """The carry of the loop over tokens. `last` [batch] is the last token of each example. For the repetition, presence
-    and frequency penalties, `seen` states which tokens are in the prompt, and `counts` states how often each token was
-    generated."""
+    """The carry of the loop over tokens. `last` [batch] is the last token of each example. For the
+    repetition, presence and frequency penalties, `seen` states which tokens are in the prompt, and
+    `counts` states how often each token was generated."""
 
     count: jax.Array
     last: jax.Array
@@ -259,11 +278,13 @@ def _generate(
 def start(
     model, params, prompts, lengths, key, options: Sampling, *, room, capacity, samples
 ) -> Carry:
-    """Runs the prompts [batch, time] through the model, and returns the initial carry of the loop over new tokens."""
+    """Runs the prompts [batch, time] through the model, and returns the initial carry of the loop
+    over new tokens."""
     batch, width = prompts.shape
     cache = empty_cache(model, params, jax.ShapeDtypeStruct((batch, capacity), jnp.int32))
     if width != 1:
-        # Processes all tokens but the last, to cache their keys and values. XLA removes the unused logits.
+        # Processes all tokens but the last, to cache their keys and values. XLA removes the unused
+        # logits.
         _, cache = model(params, prompts[:, :-1], lengths=lengths - 1, state=cache)
     last = jnp.take_along_axis(prompts, lengths[:, None] - 1, 1)
     seen = counts = None
@@ -326,7 +347,8 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
 
 
 def _decoder(model):
-    """Returns a function (params, tokens, cache) -> (logits, cache), which is tuned for a GPU or TPU."""
+    """Returns a function (params, tokens, cache) -> (logits, cache), which is tuned for a GPU or
+    TPU."""
 
     def decode(params, tokens, cache):
         return model(params, tokens, state=cache)
@@ -375,7 +397,8 @@ def _prompts(caller, model, prompts, lengths, max_tokens):
     prompts = jnp.asarray(prompts)
     if not jnp.issubdtype(prompts.dtype, jnp.integer):
         raise TypeError(
-            f"{caller}: expected prompts of integer tokens; got {prompts.dtype}{list(prompts.shape)}"
+            f"{caller}: expected prompts of integer tokens; got "
+            f"{prompts.dtype}{list(prompts.shape)}"
         )
     if prompts.ndim != 2 or not prompts.size:
         raise ValueError(

@@ -20,27 +20,30 @@ _FIRST = _BYTES + 256  # the first piece of text
 
 
 class LlamaBPE:
-    """The tokenizer of llama2.c, a byte-pair encoding. The tokenizer repeatedly merges the pair of neighboring tokens
-    with the best score.
+    """The tokenizer of llama2.c, a byte-pair encoding. The tokenizer repeatedly merges the pair of
+    neighboring tokens with the best score.
 
-    If several pairs of tokens have equal scores, the leftmost pair is merged first. A space is added before the text. A
-    character that is not in the vocabulary is encoded as the bytes of its UTF-8 encoding.
+    If several pairs of tokens have equal scores, the leftmost pair is merged first. A space is
+    added before the text. A character that is not in the vocabulary is encoded as the bytes of its
+    UTF-8 encoding.
 
         tokenizer = LlamaBPE.read("tokenizer.bin")
         tokenizer.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
 
     Args:
-        pieces: all tokens in the order of their indices: <unk>, <s>, </s>, 256 tokens for the bytes, then the pieces of
-            text. The tokens for the bytes are named <0x00> to <0xFF>. In old files, the tokens for the bytes are named
-            by the characters with the code points 0 to 255.
+        pieces: all tokens in the order of their indices: <unk>, <s>, </s>, 256 tokens for the
+            bytes, then the pieces of text. The tokens for the bytes are named <0x00> to <0xFF>. In
+            old files, the tokens for the bytes are named by the characters with the code points 0
+            to 255.
         scores: for each token in `pieces`, the score of a merge that results in this token.
 
     Raises:
-        ValueError: the tokens with the indices 3 to 258 are not the 256 tokens for single bytes, or `pieces` and
-            `scores` have different lengths.
+        ValueError: the tokens with the indices 3 to 258 are not the 256 tokens for single bytes, or
+            `pieces` and `scores` have different lengths.
 
-    Source: Karpathy's llama2.c, run.c (encode, decode) and tokenizer.py; Sennrich, Haddow and Birch (2016), Neural
-    Machine Translation of Rare Words with Subword Units; Kudo and Richardson (2018), SentencePiece.
+    Source: Karpathy's llama2.c, run.c (encode, decode) and tokenizer.py; Sennrich, Haddow and Birch
+    (2016), Neural Machine Translation of Rare Words with Subword Units; Kudo and Richardson (2018),
+    SentencePiece.
 
     >>> pieces = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % byte for byte in range(256))]
     >>> pieces += [b" ", b"a", b"b", b" a", b"ab"]
@@ -58,14 +61,16 @@ class LlamaBPE:
             piece not in (b"<0x%02X>" % i, chr(i).encode()) for i, piece in enumerate(held)
         ):
             raise ValueError(
-                "expected the bytes <0x00> to <0xFF> as tokens 3 to 258 of a Llama vocabulary; this one "
+                "expected the bytes <0x00> to <0xFF> as tokens 3 to 258 of a Llama vocabulary; "
+                "this one "
                 f"of {len(self.pieces)} tokens has others"
             )
         if len(self.scores) != len(self.pieces):
             raise ValueError(
                 f"expected one score for each of {len(self.pieces)} tokens, got {len(self.scores)}"
             )
-        # Of equal pieces, the first is used. Pieces below 259 are used only if no other piece matches.
+        # Of equal pieces, the first is used. Pieces below 259 are used only if no other piece
+        # matches.
         self._numbers = {
             self.pieces[number]: number for number in range(len(self.pieces) - 1, _FIRST - 1, -1)
         }
@@ -78,12 +83,12 @@ class LlamaBPE:
     def read(cls, path: str | os.PathLike) -> LlamaBPE:
         """Reads a tokenizer.bin.
 
-        A tokenizer.bin contains the length of the longest token, and after it the score, the length and the bytes of
-        each token.
+        A tokenizer.bin contains the length of the longest token, and after it the score, the length
+        and the bytes of each token.
 
         Raises:
-            ValueError: the file is not a tokenizer.bin, or a tokenizer_config.json next to it describes another
-                tokenizer.
+            ValueError: the file is not a tokenizer.bin, or a tokenizer_config.json next to it
+                describes another tokenizer.
         """
         _tokenizer_config.llama(Path(path).parent)
         raw = contents(path, text=False, most=SMALL)
@@ -95,8 +100,10 @@ class LlamaBPE:
             )
             if not 0 < length <= min(longest, len(raw) - at - 8) or not math.isfinite(score):
                 raise ValueError(
-                    f"{path} is not a tokenizer.bin of llama2.c: token {len(pieces)}, at byte {at}, has "
-                    f"the score {score} and the length {length}; expected lengths from 1 to {longest} up "
+                    f"{path} is not a tokenizer.bin of llama2.c: token {len(pieces)}, at byte "
+                    f"{at}, has "
+                    f"the score {score} and the length {length}; expected lengths from 1 to "
+                    f"{longest} up "
                     "to the end of the file"
                 )
             pieces.append(raw[at + 8 : at + 8 + length])
@@ -117,7 +124,8 @@ class LlamaBPE:
             text: the text.
             bos: whether to start with <s>.
             eos: whether to end with </s>.
-            special_tokens: if False, `bos` and `eos` have no effect: the tokens <s> and </s> are not added.
+            special_tokens: if False, `bos` and `eos` have no effect: the tokens <s> and </s> are
+                not added.
         """
         tokens = []
         for char in " " + text if text else "":
@@ -128,7 +136,8 @@ class LlamaBPE:
         return np.array([_BEGIN] * bos + self._merged(tokens) + [_END] * eos, np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Converts tokens to text, without <s>, </s> and the space after <s>. Invalid UTF-8 becomes U+FFFD.
+        """Converts tokens to text, without <s>, </s> and the space after <s>. Invalid UTF-8 becomes
+        U+FFFD.
 
         Raises:
             ValueError: a token is outside the vocabulary.
@@ -149,7 +158,8 @@ class LlamaBPE:
         queue = []
 
         def offer(at):
-            """Adds the pair of tokens that begins at index `at` to the queue of merges, if the pair forms a token."""
+            """Adds the pair of tokens that begins at index `at` to the queue of merges, if the pair
+            forms a token."""
             if at < 0 or right[at] >= len(tokens):
                 return
             pair = tokens[at], tokens[right[at]]

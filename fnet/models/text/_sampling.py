@@ -1,4 +1,5 @@
-"""Selects the next token from the logits: penalties, temperature, and the set of tokens that may be sampled."""
+"""Selects the next token from the logits: penalties, temperature, and the set of tokens that may be
+sampled."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def is_sampled(temperature) -> bool:
 def penalized(
     logits: jax.Array, options: Sampling, prompt: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Applies the repetition, presence and frequency penalties, and returns the new logits [batch, vocab_size].
+    """Applies the repetition, presence and frequency penalties, and returns the new logits [batch,
+    vocab_size].
 
     Args:
         prompt: booleans [batch, vocab_size], whether the prompt contains the token.
@@ -97,8 +99,8 @@ def penalized(
 def pick(logits: jax.Array, keys: jax.Array | None, options: Sampling) -> jax.Array:
     """Returns the next token of each example, an array [batch].
 
-    If `keys` is None, the next token is the most probable token. If `keys` contains a random key for each example, the
-    next token is sampled.
+    If `keys` is None, the next token is the most probable token. If `keys` contains a random key
+    for each example, the next token is sampled.
     """
     if keys is None:
         return logits.argmax(-1).astype(jnp.int32)
@@ -106,8 +108,9 @@ def pick(logits: jax.Array, keys: jax.Array | None, options: Sampling) -> jax.Ar
 
 
 def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
-    """Returns logits [batch, vocab_size] divided by the temperature, up to a constant. The logits of tokens that must
-    not be sampled are -inf. The most probable token is always among the candidates."""
+    """Returns logits [batch, vocab_size] divided by the temperature, up to a constant. The logits
+    of tokens that must not be sampled are -inf. The most probable token is always among the
+    candidates."""
     if options.top_k is not None:  # before anything is rounded, which could make logits equal
         logits = likeliest(logits, jnp.ones_like(logits), options.top_k)
     # The largest becomes 0, so that no temperature, however small, makes several logits infinite.
@@ -128,11 +131,12 @@ def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
 def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
     """Keeps the largest logits, and sets all other logits to -inf.
 
-    The array `weights` contains a weight for each token: 1 for top-k sampling, or the probability of the token for
-    top-p sampling. The scalar `enough` is k for top-k sampling, or p for top-p sampling. `likeliest` keeps all logits
-    that are at least as large as a threshold. The threshold is the largest float32 number t for which the weights of
-    all tokens with logits >= t add up to at least `enough`. A binary search over the 32 bits of t finds the threshold.
-    The binary search computes 32 sums over the vocabulary. On a CPU, the binary search takes a tenth of the time of
+    The array `weights` contains a weight for each token: 1 for top-k sampling, or the probability
+    of the token for top-p sampling. The scalar `enough` is k for top-k sampling, or p for top-p
+    sampling. `likeliest` keeps all logits that are at least as large as a threshold. The threshold
+    is the largest float32 number t for which the weights of all tokens with logits >= t add up to
+    at least `enough`. A binary search over the 32 bits of t finds the threshold. The binary search
+    computes 32 sums over the vocabulary. On a CPU, the binary search takes a tenth of the time of
     sorting the logits. `logits` and `weights` are [batch, vocab_size].
     """
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)  # -0 becomes 0

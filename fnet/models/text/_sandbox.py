@@ -1,4 +1,5 @@
-"""Rendering of untrusted Jinja templates: no access to Python, and limits on iterations and on the sizes of values."""
+"""Rendering of untrusted Jinja templates: no access to Python, and limits on iterations and on the
+sizes of values."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
     Raises:
         Rejected: the template calls `raise_exception`.
-        Exception: the template is invalid, exceeds a limit, or fails for another reason. The exception may be of any
-            type.
+        Exception: the template is invalid, exceeds a limit, or fails for another reason. The
+            exception may be of any type.
     """
     if len(template) > LARGEST >> 4:
         raise Limit(f"it has {len(template):,} characters, more than {LARGEST >> 4:,}")
@@ -41,7 +42,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 class _Generation(ext.Extension):
-    """The Jinja block `{% generation %} ... {% endgeneration %}`, which marks answers that a model is trained on."""
+    """The Jinja block `{% generation %} ... {% endgeneration %}`, which marks answers that a model
+    is trained on."""
 
     tags = {"generation"}  # noqa: RUF012    Jinja's API
 
@@ -53,7 +55,8 @@ class _Generation(ext.Extension):
 
 
 class _Counted(visitor.NodeTransformer):
-    """Adds limits to a Jinja template: on loop iterations, on macro calls, and on the length of text joined by `~`."""
+    """Adds limits to a Jinja template: on loop iterations, on macro calls, and on the length of
+    text joined by `~`."""
 
     def visit_For(self, node):
         node = self.generic_visit(node)
@@ -71,8 +74,8 @@ class _Counted(visitor.NodeTransformer):
 
 
 class _Dict:
-    """The object `dict` in templates. In templates, `dict` supports `dict(...)` and `dict.fromkeys`, but no other
-    attributes of `dict`."""
+    """The object `dict` in templates. In templates, `dict` supports `dict(...)` and
+    `dict.fromkeys`, but no other attributes of `dict`."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -82,8 +85,8 @@ class _Dict:
 
 
 class _Namespace(utils.Namespace):
-    """The class `namespace` in templates. In templates, `namespace` rejects names of attributes that start with an
-    underscore, because Python itself reads some of these attributes."""
+    """The class `namespace` in templates. In templates, `namespace` rejects names of attributes
+    that start with an underscore, because Python itself reads some of these attributes."""
 
     def __init__(
         *args, **kwargs
@@ -180,7 +183,8 @@ def _limited(name, function):
 
 
 def _check_call(name, args, kwargs):
-    """Raises `Limit` if a string method or a filter would return too large a value for the given arguments."""
+    """Raises `Limit` if a string method or a filter would return too large a value for the given
+    arguments."""
     for value in (*args, *kwargs.values()):
         _check(value if type(value) is int else 0)
     if name in ("format", "format_map"):

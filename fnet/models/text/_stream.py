@@ -30,15 +30,18 @@ def stream(
     dtype: Any = None,
     **options: float | None,
 ) -> Iterator[np.ndarray]:
-    """Generates the same tokens as `generate`, and yields the next token of each example after each iteration.
+    """Generates the same tokens as `generate`, and yields the next token of each example after each
+    iteration.
 
         for tokens in models.stream(model, params, prompts, max_tokens=100, temperature=0):
             print(tokens)
 
-    The arguments are the same as for `generate`. `stream` checks the arguments when the first token is requested.
+    The arguments are the same as for `generate`. `stream` checks the arguments when the first token
+    is requested.
 
     Yields:
-        An int32 array [batch * samples], the next token of each example, or -1 for each example that has ended.
+        An int32 array [batch * samples], the next token of each example, or -1 for each example
+        that has ended.
 
     Raises:
         ValueError, TypeError: as for `generate`.
@@ -76,21 +79,23 @@ def stream_text(
 ) -> Iterator[str]:
     """Continues a text, and yields the continuation in pieces while it is generated.
 
-        for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
-            print(piece, end="", flush=True)
+        for piece in models.stream_text(model, params, tokenizer, "Once upon a time",
+            max_tokens=200, temperature=0): print(piece, end="", flush=True)
 
-    Each piece of the continuation ends with a complete character. Characters that may be the start of a stop string are
-    held back. Characters that were held back are yielded as soon as the text after them shows that they do not belong
-    to a stop string.
+    Each piece of the continuation ends with a complete character. Characters that may be the start
+    of a stop string are held back. Characters that were held back are yielded as soon as the text
+    after them shows that they do not belong to a stop string.
 
     Args:
         model, params: as for `generate`.
-        tokenizer: a tokenizer, such as the result of `models.read_tokenizer`. The tokenizer has the methods `encode`
-            and `decode`, and its attribute `stop` contains the tokens that end a text.
+        tokenizer: a tokenizer, such as the result of `models.read_tokenizer`. The tokenizer has the
+            methods `encode` and `decode`, and its attribute `stop` contains the tokens that end a
+            text.
         prompt: the text to continue. The prompt must have at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
-        stop: strings that end the text. The generated text ends before the first stop string. If stop strings overlap
-            in the text, the generated text ends before the stop string that is completed first.
+        stop: strings that end the text. The generated text ends before the first stop string. If
+            stop strings overlap in the text, the generated text ends before the stop string that is
+            completed first.
         options: `max_tokens` and other options of `generate`, except `samples` and `lengths`.
 
     Yields:
@@ -146,8 +151,8 @@ def pieces(
 
 
 def _end(text: str, stop: Sequence[str]) -> int | None:
-    """Finds the stop string that is completed first in the text, and returns the index of its first character. Returns
-    None if the text contains no stop string.
+    """Finds the stop string that is completed first in the text, and returns the index of its first
+    character. Returns None if the text contains no stop string.
 
     The result does not depend on how the text is divided into tokens.
     """

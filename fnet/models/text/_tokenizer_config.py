@@ -1,5 +1,5 @@
-"""Reads the tokenizer_config.json and the tokenizer.json next to a vocabulary. Unknown fields and unsupported fields of
-tokenizer_config.json raise an error."""
+"""Reads the tokenizer_config.json and the tokenizer.json next to a vocabulary. Unknown fields and
+unsupported fields of tokenizer_config.json raise an error."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """Reads the options of `WordPiece` from tokenizer_config.json and tokenizer.json in the folder of a vocab.txt.
+    """Reads the options of `WordPiece` from tokenizer_config.json and tokenizer.json in the folder
+    of a vocab.txt.
 
     Args:
         folder: the folder of vocab.txt.
         numbers: {token: its index in vocab.txt}.
 
     Returns:
-        {option: value}, the options that the files set, such as strip_accents. The option lowercase is always included.
-        Default of lowercase: True if no token except special tokens such as [CLS] contains a letter A to Z, else False.
+        {option: value}, the options that the files set, such as strip_accents. The option lowercase
+        is always included. Default of lowercase: True if no token except special tokens such as
+        [CLS] contains a letter A to Z, else False.
 
     Raises:
-        ValueError: the files describe another tokenizer, or contradict each other. Also if no file sets lowercase, and
-            the only upper-case letters are of other alphabets.
+        ValueError: the files describe another tokenizer, or contradict each other. Also if no file
+            sets lowercase, and the only upper-case letters are of other alphabets.
     """
 
     def added(value, config):
@@ -102,11 +104,13 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
     for field, value in _normalizer(folder / "tokenizer.json", numbers).items():
         if field in said and not same(said[field], value):
             raise ValueError(
-                f"{folder / NAME} and tokenizer.json contradict each other: {field} is {said[field]} and "
+                f"{folder / NAME} and tokenizer.json contradict each other: {field} is "
+                f"{said[field]} and "
                 f"{value}; use WordPiece.read(path, lowercase=...), which reads only vocab.txt"
             )
         said[field] = value
-    # Single letters are no evidence: a vocabulary of words in lower case may contain signs such as the angstrom's.
+    # Single letters are no evidence: a vocabulary of words in lower case may contain signs such as
+    # the angstrom's.
     other = next(
         (
             token
@@ -119,14 +123,16 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
     )
     if upper is None and other is not None and "lowercase" not in said:
         raise ValueError(
-            f"{folder / 'vocab.txt'} has no letters A to Z and the upper-case letters of {other!r}, so it "
+            f"{folder / 'vocab.txt'} has no letters A to Z and the upper-case letters of "
+            f"{other!r}, so it "
             "does not tell whether texts become lowercase; use WordPiece.read(path, lowercase=...)"
         )
     return {"lowercase": upper is None} | said
 
 
 def llama(folder: Path) -> None:
-    """Checks that a tokenizer_config.json next to llama2.c's tokenizer.bin describes Llama's tokenizer.
+    """Checks that a tokenizer_config.json next to llama2.c's tokenizer.bin describes Llama's
+    tokenizer.
 
     Raises:
         ValueError: tokenizer_config.json describes another tokenizer.
@@ -177,7 +183,8 @@ def hugging_face(
         A tuple with the index of eos_token in the vocabulary, or () if there is no eos_token.
 
     Raises:
-        ValueError: tokenizer_config.json and tokenizer.json contradict each other, or a field is not known.
+        ValueError: tokenizer_config.json and tokenizer.json contradict each other, or a field is
+            not known.
     """
     parts = {
         part["type"]: part
@@ -207,7 +214,8 @@ def hugging_face(
     def adds(which, at):
         def check(value, config):
             token, found = _content(config.get(which)), encode("a")
-            # The mask tells what the tokenizer adds from a text whose own token is the special one, such as an unknown.
+            # The mask tells what the tokenizer adds from a text whose own token is the special one,
+            # such as an unknown.
             held = (
                 token is not None
                 and bool(found.ids)
@@ -252,10 +260,12 @@ def hugging_face(
 
 
 def values(folder: Path, table: Config) -> dict[str, Any]:
-    """Returns the options that the tokenizer_config.json of a folder sets, or {} if there is no such file.
+    """Returns the options that the tokenizer_config.json of a folder sets, or {} if there is no
+    such file.
 
     Raises:
-        ValueError: the file contains fields that are not supported or not known; the message lists these fields.
+        ValueError: the file contains fields that are not supported or not known; the message lists
+            these fields.
     """
     path = folder / NAME
     if not os.path.lexists(path):
@@ -267,8 +277,8 @@ def values(folder: Path, table: Config) -> dict[str, Any]:
 
 
 def _flag(option, *more):
-    """Returns a `Fields` object that reads the tokenizer option `option` from a field of tokenizer_config.json. The
-    value of the field may be true, false or a value in `more`."""
+    """Returns a `Fields` object that reads the tokenizer option `option` from a field of
+    tokenizer_config.json. The value of the field may be true, false or a value in `more`."""
 
     def check(value, config):
         if not isinstance(value, bool) and value not in more:
@@ -279,15 +289,18 @@ def _flag(option, *more):
 
 
 def _token(*tokens):
-    """Returns a `Fields` object, which checks that the value of a field of tokenizer_config.json is one of `tokens`.
+    """Returns a `Fields` object, which checks that the value of a field of tokenizer_config.json is
+    one of `tokens`.
 
-    In tokenizer_config.json, a token is a string, or an object whose field "content" is this string.
+    In tokenizer_config.json, a token is a string, or an object whose field "content" is this
+    string.
     """
 
     def check(value, config):
         if _content(value) not in tokens:
             raise ValueError(
-                f"expected {' or '.join('null' if token is None else repr(token) for token in tokens)}"
+                f"expected "
+                f"{' or '.join('null' if token is None else repr(token) for token in tokens)}"
             )
         return {}
 
@@ -302,7 +315,8 @@ def _content(token):
 
 
 def _added(value, number, whose):
-    """Checks that every token in `value`, a dict {index: token}, is in the vocabulary with this index."""
+    """Checks that every token in `value`, a dict {index: token}, is in the vocabulary with this
+    index."""
     if not isinstance(value, dict):
         raise ValueError("expected {number: token}")
     for key, token in value.items():
@@ -363,7 +377,8 @@ def _bert(path, held, numbers):
 
 
 def _parts(nodes):
-    """Yields every object with a field "type" in the normalizers and pre-tokenizers of a tokenizer.json."""
+    """Yields every object with a field "type" in the normalizers and pre-tokenizers of a
+    tokenizer.json."""
     for node in nodes:
         if isinstance(node, dict):
             if isinstance(node.get("type"), str):

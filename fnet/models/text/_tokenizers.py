@@ -1,4 +1,5 @@
-"""Tokenizers for bytes and characters, the tokenizers of Hugging Face's library, and `read_tokenizer`."""
+"""Tokenizers for bytes and characters, the tokenizers of Hugging Face's library, and
+`read_tokenizer`."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class CharTokenizer:
         self._points = _points(self.characters)
         if not text:
             raise ValueError(
-                "CharTokenizer: expected a text with all characters of the vocabulary, got an empty one"
+                "CharTokenizer: expected a text with all characters of the vocabulary, got an "
+                "empty one"
             )
 
     @property
@@ -87,7 +89,8 @@ class CharTokenizer:
         wrong = np.flatnonzero(self._points[np.minimum(tokens, self.vocab_size - 1)] != points)
         if wrong.size:
             raise ValueError(
-                f"the character {text[wrong[0]]!r} at {wrong[0]} is not one of the {self.vocab_size} "
+                f"the character {text[wrong[0]]!r} at {wrong[0]} is not one of the "
+                f"{self.vocab_size} "
                 f"characters of this CharTokenizer ({self.characters[:80]!r})"
             )
         return tokens.astype(np.int32)
@@ -125,7 +128,8 @@ class CharTokenizer:
             or "".join(sorted(set(characters))) != characters
         ):
             raise ValueError(
-                f"{path} is not a vocabulary of characters: expected a JSON string of sorted, distinct "
+                f"{path} is not a vocabulary of characters: expected a JSON string of sorted, "
+                f"distinct "
                 "characters"
             )
         _tokenizer_config.values(Path(path).parent, Config({}))  # no field is supported here
@@ -138,27 +142,31 @@ class CharTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer that uses Hugging Face's library tokenizers (`pip install tokenizers`).
 
-    Use `HuggingFaceTokenizer` for vocabularies that fnet does not read itself. `HuggingFaceTokenizer` ignores padding
-    and truncation settings of the file, so `encode` returns the tokens of the whole text. If a text contains the string
-    of a special or added token, this string is encoded as that token.
+    Use `HuggingFaceTokenizer` for vocabularies that fnet does not read itself.
+    `HuggingFaceTokenizer` ignores padding and truncation settings of the file, so `encode` returns
+    the tokens of the whole text. If a text contains the string of a special or added token, this
+    string is encoded as that token.
 
     Args:
         path: one of the following files. Related files in the same folder are also read.
 
-            - tokenizer.json. A tokenizer_config.json in the same folder must not contradict tokenizer.json.
+            - tokenizer.json. A tokenizer_config.json in the same folder must not contradict
+              tokenizer.json.
             - vocab.json, next to merges.txt: the byte-level BPE of GPT-2, RoBERTa and Qwen.
-            - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of Llama, Gemma, T5 or
-              XLM-R. The library sentencepiece reads the model (`pip install 'fnet[sentencepiece]'`).
+            - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of
+              Llama, Gemma, T5 or XLM-R. The library sentencepiece reads the model (`pip install
+              'fnet[sentencepiece]'`).
 
-            For vocab.json and SentencePiece models, the class and the special tokens of the tokenizer are read from
-            tokenizer_config.json, special_tokens_map.json and added_tokens.json. If no file states the class of the
-            tokenizer, the class is determined by the `model_type` in config.json. The attribute `stop` contains the
-            eos_token.
+            For vocab.json and SentencePiece models, the class and the special tokens of the
+            tokenizer are read from tokenizer_config.json, special_tokens_map.json and
+            added_tokens.json. If no file states the class of the tokenizer, the class is determined
+            by the `model_type` in config.json. The attribute `stop` contains the eos_token.
 
     Raises:
         ModuleNotFoundError: the library tokenizers or sentencepiece is not installed.
-        ValueError: the file is damaged, describes too many processing steps, contradicts tokenizer_config.json, or
-            belongs to an unknown class of tokenizers. `encode` and `decode` raise ValueError if the library fails.
+        ValueError: the file is damaged, describes too many processing steps, contradicts
+            tokenizer_config.json, or belongs to an unknown class of tokenizers. `encode` and
+            `decode` raise ValueError if the library fails.
 
     >>> import tempfile, tokenizers
     >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "to": 1, "be": 2}, unk_token="?"))
@@ -217,7 +225,8 @@ class HuggingFaceTokenizer:
 
         Args:
             text: the text.
-            special_tokens: whether to add the tokens that the tokenizer puts before and after a text.
+            special_tokens: whether to add the tokens that the tokenizer puts before and after a
+                text.
         """
         return self._run(
             lambda text: np.array(
@@ -235,7 +244,8 @@ class HuggingFaceTokenizer:
         return clean_up(text) if self._clean_up else text
 
     def _run(self, function, argument):
-        """Calls the library, and converts its errors (Exception) and panics (BaseException) to ValueError."""
+        """Calls the library, and converts its errors (Exception) and panics (BaseException) to
+        ValueError."""
         try:
             return function(argument)
         except BaseException as error:
@@ -245,19 +255,21 @@ class HuggingFaceTokenizer:
 
 
 def clean_up(text: str) -> str:
-    """Removes spaces before punctuation, for the option clean_up_tokenization_spaces of tokenizer_config.json."""
+    """Removes spaces before punctuation, for the option clean_up_tokenization_spaces of
+    tokenizer_config.json."""
     for before in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
         text = text.replace(before, before.strip())
     return text
 
 
 def _check_tokenizer(wrong, text):
-    """Returns the content of a tokenizer.json. Raises an error if the file could exhaust the memory in Hugging Face's
-    library.
+    """Returns the content of a tokenizer.json. Raises an error if the file could exhaust the memory
+    in Hugging Face's library.
 
     Raises:
-        ValueError: the file is not JSON, its table of character replacements (`precompiled_charsmap`) is damaged, or
-            its string replacements can lengthen a text by a factor of more than 1024.
+        ValueError: the file is not JSON, its table of character replacements
+            (`precompiled_charsmap`) is damaged, or its string replacements can lengthen a text by a
+            factor of more than 1024.
     """
     if text.count("[") + text.count("{") > MOST:
         raise ValueError(f"{wrong}it contains more than {MOST:,} lists and objects")
@@ -298,18 +310,20 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     """Reads a tokenizer from a file or from a folder of weights.
 
     Args:
-        path: a tokenizer file or a folder. A tokenizer file must have one of the following names: vocab.txt,
-            tokenizer.bin, characters.json, tokenizer.json, vocab.json, tokenizer.model, spiece.model or
-            sentencepiece.bpe.model. In a folder, `read_tokenizer` looks for the files in this order, and reads the
-            first file that exists. The tokenizer is a `WordPiece` for vocab.txt, a `LlamaBPE` for tokenizer.bin, a
-            `CharTokenizer` for characters.json, and a `HuggingFaceTokenizer` for all other tokenizer files.
+        path: a tokenizer file or a folder. A tokenizer file must have one of the following names:
+            vocab.txt, tokenizer.bin, characters.json, tokenizer.json, vocab.json, tokenizer.model,
+            spiece.model or sentencepiece.bpe.model. In a folder, `read_tokenizer` looks for the
+            files in this order, and reads the first file that exists. The tokenizer is a
+            `WordPiece` for vocab.txt, a `LlamaBPE` for tokenizer.bin, a `CharTokenizer` for
+            characters.json, and a `HuggingFaceTokenizer` for all other tokenizer files.
 
     Returns:
-        A tokenizer. `encode(text)` returns an int32 array [tokens], and `decode(tokens)` returns a text. `encode(text,
-        special_tokens=False)` adds no tokens before and after the text. The attribute `vocab_size` is the number of
-        tokens, and `stop` contains the tokens that end a text. If `path` is a folder, `stop` includes the eos_token_id
-        of generation_config.json, and the tokenizer also has the attribute `chat_template`, a `ChatTemplate` or None.
-        Other fields of generation_config.json, such as temperature, are not read: pass them to `generate`.
+        A tokenizer. `encode(text)` returns an int32 array [tokens], and `decode(tokens)` returns a
+        text. `encode(text, special_tokens=False)` adds no tokens before and after the text. The
+        attribute `vocab_size` is the number of tokens, and `stop` contains the tokens that end a
+        text. If `path` is a folder, `stop` includes the eos_token_id of generation_config.json, and
+        the tokenizer also has the attribute `chat_template`, a `ChatTemplate` or None. Other fields
+        of generation_config.json, such as temperature, are not read: pass them to `generate`.
 
     Raises:
         FileNotFoundError: the file does not exist, or the folder contains no file of a tokenizer.

@@ -1,10 +1,10 @@
-"""Categories of characters for BERT's tokenizer. Unlike the categories in Python's unicodedata, fnet's categories do
-not depend on the version of Python.
+"""Categories of characters for BERT's tokenizer. Unlike the categories in Python's unicodedata,
+fnet's categories do not depend on the version of Python.
 
-This module follows the Unicode tables of Hugging Face's package `tokenizers`, because published models were used with
-this package. The package `tokenizers` uses Unicode 8 for categories, Unicode 9 for decompositions and Unicode 17 for
-lowercase letters. Python's unicodedata uses one of the versions 14 to 17 of Unicode, depending on the version of
-Python.
+This module follows the Unicode tables of Hugging Face's package `tokenizers`, because published
+models were used with this package. The package `tokenizers` uses Unicode 8 for categories, Unicode
+9 for decompositions and Unicode 17 for lowercase letters. Python's unicodedata uses one of the
+versions 14 to 17 of Unicode, depending on the version of Python.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import functools
 import re
 import unicodedata
 
-# First and last code points of ranges with punctuation, marks and control characters that are not in Unicode 8.
+# First and last code points of ranges with punctuation, marks and control characters that are not
+# in Unicode 8.
 _NEWER = [
     [int(end, 16) for end in each.split("-")]
     for each in """
@@ -52,7 +53,8 @@ _LOWER = {
 def category(char: str) -> str:
     """Returns the general category of a character in Unicode 8.
 
-    The category "Lo" is returned for punctuation, marks and control characters that were added after Unicode 8.
+    The category "Lo" is returned for punctuation, marks and control characters that were added
+    after Unicode 8.
     """
     if char in _CHANGED:
         return _CHANGED[char]
@@ -69,6 +71,6 @@ def decomposed(text: str) -> str:
 
 
 def lower(text: str) -> str:
-    """Converts each character of a text to lowercase. Unlike in `str.lower`, the result for a character does not depend
-    on its neighbors."""
+    """Converts each character of a text to lowercase. Unlike in `str.lower`, the result for a
+    character does not depend on its neighbors."""
     return "".join(map(str.lower, text.translate(_LOWER)))

@@ -1,4 +1,5 @@
-"""Creates the content of a tokenizer.json from a vocab.json and its merges.txt, or from a SentencePiece model."""
+"""Creates the content of a tokenizer.json from a vocab.json and its merges.txt, or from a
+SentencePiece model."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ _CLASSES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
 }
 _PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )  # Qwen's words
 _OPTIONS = {"single_word": False, "lstrip": False, "rstrip": False}
@@ -62,12 +64,12 @@ def describe(path: Path) -> tuple[dict[str, Any], str | None]:
     """Returns the content of a tokenizer.json for a vocabulary, and the token that ends a text.
 
     Args:
-        path: vocab.json (next to merges.txt) or a SentencePiece model. The class of the tokenizer and its special
-            tokens are read from the other files in the same folder.
+        path: vocab.json (next to merges.txt) or a SentencePiece model. The class of the tokenizer
+            and its special tokens are read from the other files in the same folder.
 
     Raises:
-        ModuleNotFoundError: the file is a SentencePiece model, and the library sentencepiece is not installed.
-        ValueError: the files are damaged, or describe a tokenizer that is not supported.
+        ModuleNotFoundError: the file is a SentencePiece model, and the library sentencepiece is not
+        installed. ValueError: the files are damaged, or describe a tokenizer that is not supported.
     """
     config = _config(path)
     name = config["tokenizer_class"]
@@ -83,7 +85,8 @@ def describe(path: Path) -> tuple[dict[str, Any], str | None]:
                 raise ValueError(
                     f"{path.parent}: {key!r} is {have!r}, expected {token!r} for a {name}"
                 )
-    # A list in the folder replaces the model's own added tokens. Their pieces are then encoded like any other text.
+    # A list in the folder replaces the model's own added tokens. Their pieces are then encoded like
+    # any other text.
     lists = [
         config[key] or []
         for key in ("extra_special_tokens", "additional_special_tokens")
@@ -169,7 +172,8 @@ def _config(path):
         ).values(config)
         if bpe and not isinstance(config.get("add_bos_token"), bool):
             raise ValueError(
-                "'add_bos_token' is absent, expected true or false: transformers 4 assumes true, and "
+                "'add_bos_token' is absent, expected true or false: transformers 4 assumes true, "
+                "and "
                 "transformers 5 false"
             )
     except ValueError as error:
@@ -179,8 +183,8 @@ def _config(path):
 
 
 def _older(folder, config):
-    """Adds the content of special_tokens_map.json and added_tokens.json to `config`. Older folders contain these
-    files."""
+    """Adds the content of special_tokens_map.json and added_tokens.json to `config`. Older folders
+    contain these files."""
     path = folder / "special_tokens_map.json"
     if os.path.lexists(path):
         for key, value in read(path).items():
@@ -211,7 +215,8 @@ def _older(folder, config):
 
 
 def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
-    """Returns the added tokens with their indices. Added tokens without an index get indices after the vocabulary."""
+    """Returns the added tokens with their indices. Added tokens without an index get indices after
+    the vocabulary."""
     stated = {int(number): token for number, token in decoder.items()}
     by_content = {token["content"]: token for token in stated.values()}
     named = {_content(token) for token in special.values()}
@@ -231,17 +236,20 @@ def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
     for number, token in stated.items():
         if added[token["content"]]["id"] != number:
             raise ValueError(
-                f"{path.parent}: the token {token['content']!r} is said to have the number {number}; by "
+                f"{path.parent}: the token {token['content']!r} is said to have the number "
+                f"{number}; by "
                 f"{path.name} and the tokens before it, it has {added[token['content']]['id']}"
             )
     return sorted(added.values(), key=lambda token: token["id"])
 
 
 def _byte_level(path, config):
-    """Returns (fields of tokenizer.json, [], []) for a vocabulary in the files vocab.json and merges.txt.
+    """Returns (fields of tokenizer.json, [], []) for a vocabulary in the files vocab.json and
+    merges.txt.
 
-    The returned fields describe a byte-level BPE, as in GPT-2, RoBERTa and Qwen. `_byte_level` returns two empty lists
-    of added tokens, so that its result has the same form as the result of `_sentencepiece`.
+    The returned fields describe a byte-level BPE, as in GPT-2, RoBERTa and Qwen. `_byte_level`
+    returns two empty lists of added tokens, so that its result has the same form as the result of
+    `_sentencepiece`.
     """
     held = read(path, LARGEST)
     check_count(path, len(held))
@@ -307,9 +315,11 @@ def _byte_level(path, config):
 
 
 def _sentencepiece(path, config):
-    """Returns (fields of tokenizer.json, added tokens of the model, added tokens of the tokenizer class).
+    """Returns (fields of tokenizer.json, added tokens of the model, added tokens of the tokenizer
+    class).
 
-    The returned fields describe a SentencePiece model: the BPE of Llama and Gemma, or the unigrams of T5 and XLM-R.
+    The returned fields describe a SentencePiece model: the BPE of Llama and Gemma, or the unigrams
+    of T5 and XLM-R.
     """
     try:
         from sentencepiece import sentencepiece_model_pb2
@@ -377,7 +387,8 @@ def _sentencepiece(path, config):
             raise ValueError(
                 f"{path}: expected the first pieces <unk>, <s>, </s> for a {name}, got {pieces[:3]}"
             )
-        # As in fairseq, the special tokens <s>, <pad>, </s>, <unk> are before all pieces, and <mask> is after them.
+        # As in fairseq, the special tokens <s>, <pad>, </s>, <unk> are before all pieces, and
+        # <mask> is after them.
         vocab = [
             ["<s>", 0.0],
             ["<pad>", 0.0],
@@ -416,13 +427,15 @@ def _sentencepiece(path, config):
 def _llama(path, config, model, pieces, prefix):
     """Returns the fields of tokenizer.json for Llama's BPE.
 
-    If the concatenation of two pieces (token strings) of the vocabulary is also a piece, these two pieces form a BPE
-    merge. The merges are sorted by the index of the piece that each merge creates.
+    If the concatenation of two pieces (token strings) of the vocabulary is also a piece, these two
+    pieces form a BPE merge. The merges are sorted by the index of the piece that each merge
+    creates.
     """
     scores = [piece.score for piece in model.pieces if piece.type == _NORMAL]
     if scores != sorted(scores, reverse=True):
         raise ValueError(
-            f"{path}: expected pieces in the order of their scores for a {config['tokenizer_class']}"
+            f"{path}: expected pieces in the order of their scores for a "
+            f"{config['tokenizer_class']}"
         )
     vocab, merges = {piece: number for number, piece in enumerate(pieces)}, []
     for piece in pieces:

@@ -15,7 +15,8 @@ from fnet.models.text._tokenizers import clean_up, in_range
 from fnet.models.text._unicode import category, decomposed, lower
 from fnet.models.weights._files import SMALL, check_count, contents
 
-# Code points that are Chinese characters, each a separate word, for the library tokenizers. (BERT's file has 0x2B820.)
+# Code points that are Chinese characters, each a separate word, for the library tokenizers. (BERT's
+# file has 0x2B820.)
 _IDEOGRAPHS = (
     (0x4E00, 0x9FFF),
     (0x3400, 0x4DBF),
@@ -31,30 +32,34 @@ _CONTROL = ("Cc", "Cf", "Co", "Cs")  # not Cn (unassigned), which depends on the
 
 
 class WordPiece:
-    """BERT's tokenizer, which splits each word from left to right into the longest pieces in the vocabulary.
+    """BERT's tokenizer, which splits each word from left to right into the longest pieces in the
+    vocabulary.
 
-    First, the text is normalized as in BERT. Control characters are removed, and each white-space character becomes a
-    space. Depending on the options of the tokenizer, Chinese characters become separate words, accents are removed and
-    letters become lowercase. The normalized text is split into words at spaces and around every punctuation mark. All
-    pieces of a word except the first begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text
-    contains the string of a special token, such as [MASK], this string is encoded as that token.
+    First, the text is normalized as in BERT. Control characters are removed, and each white-space
+    character becomes a space. Depending on the options of the tokenizer, Chinese characters become
+    separate words, accents are removed and letters become lowercase. The normalized text is split
+    into words at spaces and around every punctuation mark. All pieces of a word except the first
+    begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text contains the
+    string of a special token, such as [MASK], this string is encoded as that token.
 
         tokenizer = WordPiece.read("vocab.txt")
         tokenizer.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
 
     Args:
-        vocabulary: all tokens in the order of their indices, including [UNK], [CLS], [SEP] and [PAD].
+        vocabulary: all tokens in the order of their indices, including [UNK], [CLS], [SEP] and
+            [PAD].
         lowercase: whether letters become lowercase, as for models called "uncased". Default: True.
         strip_accents: whether accents are removed. Default: the value of `lowercase`.
         tokenize_chinese_chars: whether each Chinese character is a separate word.
-        clean_up: whether `decode` removes the spaces in contractions and around single quotes. Default: False. For both
-            values of `clean_up`, `decode` removes the space before a period, comma, question mark or exclamation mark.
+        clean_up: whether `decode` removes the spaces in contractions and around single quotes.
+            Default: False. For both values of `clean_up`, `decode` removes the space before a
+            period, comma, question mark or exclamation mark.
 
     Raises:
         ValueError: the vocabulary lacks [UNK], [CLS], [SEP] or [PAD], or contains a token twice.
 
-    Source: Wu et al. (2016), Google's Neural Machine Translation System, section 4.1; Devlin et al. (2019), BERT, and
-    its tokenization.py.
+    Source: Wu et al. (2016), Google's Neural Machine Translation System, section 4.1; Devlin et al.
+    (2019), BERT, and its tokenization.py.
 
     >>> from fnet import models
     >>> tokenizer = models.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##able"])
@@ -109,15 +114,16 @@ class WordPiece:
 
         Args:
             path: the file.
-            lowercase: whether letters become lowercase. Default: the setting in tokenizer_config.json or tokenizer.json
-                in the same folder. Without tokenizer_config.json and tokenizer.json, `lowercase` is True if the
-                vocabulary contains none of the letters A to Z. If you pass `lowercase`, tokenizer_config.json and
-                tokenizer.json are not read.
+            lowercase: whether letters become lowercase. Default: the setting in
+                tokenizer_config.json or tokenizer.json in the same folder. Without
+                tokenizer_config.json and tokenizer.json, `lowercase` is True if the vocabulary
+                contains none of the letters A to Z. If you pass `lowercase`, tokenizer_config.json
+                and tokenizer.json are not read.
 
         Raises:
-            ValueError: the file is not a vocab.txt; or tokenizer_config.json or tokenizer.json describes another
-                tokenizer, or has an unknown field. Also if no file states the case, and the vocabulary has upper-case
-                words, but none with the letters A to Z.
+            ValueError: the file is not a vocab.txt; or tokenizer_config.json or tokenizer.json
+                describes another tokenizer, or has an unknown field. Also if no file states the
+                case, and the vocabulary has upper-case words, but none with the letters A to Z.
         """
         text = contents(path, most=SMALL)
         check_count(path, text.count("\n"))
@@ -140,12 +146,14 @@ class WordPiece:
     def encode(
         self, text: str, max_length: int | None = None, *, special_tokens: bool = True
     ) -> np.ndarray:
-        """Converts text to tokens, an int32 array [tokens]: [CLS], the pieces of the text, and [SEP].
+        """Converts text to tokens, an int32 array [tokens]: [CLS], the pieces of the text, and
+        [SEP].
 
         Args:
             text: the text.
-            max_length: the maximum number of tokens, including [CLS] and [SEP]. If a text has more than `max_length`
-                tokens, the last tokens before [SEP] are dropped. By default, the number of tokens is not limited.
+            max_length: the maximum number of tokens, including [CLS] and [SEP]. If a text has more
+                than `max_length` tokens, the last tokens before [SEP] are dropped. By default, the
+                number of tokens is not limited.
             special_tokens: whether to add [CLS] and [SEP].
         """
         if max_length is not None and max_length < 2 * special_tokens:
@@ -158,7 +166,8 @@ class WordPiece:
         return np.array([self._begin, *pieces, self._end] if special_tokens else pieces, np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Converts tokens to words with spaces between them, without special tokens. Case is not restored.
+        """Converts tokens to words with spaces between them, without special tokens. Case is not
+        restored.
 
         The returned text has no space before a period, comma, question mark or exclamation mark.
 
@@ -174,8 +183,8 @@ class WordPiece:
         return clean_up(text) if self.clean_up else text
 
     def words(self, text: str) -> list[str]:
-        """Normalizes a text and splits it at spaces and around punctuation into words, without splitting the words into
-        pieces.
+        """Normalizes a text and splits it at spaces and around punctuation into words, without
+        splitting the words into pieces.
 
         Each special token in the text is kept as one word.
         """
@@ -214,7 +223,8 @@ class WordPiece:
 
 
 def _cleaned(char, split):
-    """Applies BERT's cleaning to one character. Adds spaces around a Chinese character if `split` is True."""
+    """Applies BERT's cleaning to one character. Adds spaces around a Chinese character if `split`
+    is True."""
     if char in "\t\n\r":
         return " "
     if char in "\0\ufffd" or category(char) in _CONTROL:
@@ -226,6 +236,6 @@ def _cleaned(char, split):
 
 
 def _is_punctuation(char):
-    """Whether a character is punctuation: in a category P of Unicode, or a visible ASCII character except letters and
-    digits."""
+    """Whether a character is punctuation: in a category P of Unicode, or a visible ASCII character
+    except letters and digits."""
     return (33 <= ord(char) <= 126 and not char.isalnum()) or category(char).startswith("P")

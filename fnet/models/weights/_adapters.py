@@ -1,4 +1,5 @@
-"""Reads and writes LoRA adapters (low-rank changes of kernels) in the file format of the library PEFT."""
+"""Reads and writes LoRA adapters (low-rank changes of kernels) in the file format of the library
+PEFT."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from fnet.models.weights import _json, _key_map, _match, _tensors
 
 _HEAD = "lm_head"
 _PREFIX, _WEIGHTS, _CONFIG = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
-# Initializations after which the base weights are what they were. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract the
-# first factors from them, and an adapter that is saved without conversion is right for the changed weights only.
+# Initializations after which the base weights are what they were. PiSSA, OLoRA, CorDA, LoftQ and
+# LoRA-GA subtract the first factors from them, and an adapter that is saved without conversion is
+# right for the changed weights only.
 _INITIALIZATIONS = True, False, None, "gaussian", "orthogonal", "eva"
 # Fields that change the computation, with the values for which the result is that of `LowRank`.
 _PLAIN = {
@@ -56,8 +58,9 @@ _USED = (
     "layers_to_transform",
     "layers_pattern",
 )
-# Fields that do not change what a trained adapter computes: training, the options of initializations that are refused
-# above, and the orientation of the base's kernels, which the model here knows.
+# Fields that do not change what a trained adapter computes: training, the options of
+# initializations that are refused above, and the orientation of the base's kernels, which the model
+# here knows.
 _IRRELEVANT = (
     "task_type",
     "auto_mapping",
@@ -80,7 +83,8 @@ _IRRELEVANT = (
 def load_adapter(
     model: Model, params: Mapping, path: str | os.PathLike, *, names: str = "huggingface"
 ) -> dict:
-    """Reads a LoRA adapter that was saved by PEFT, and applies it to the parameters of its base model.
+    """Reads a LoRA adapter that was saved by PEFT, and applies it to the parameters of its base
+    model.
 
         params, _ = pretrained.load("smollm-135m")
         adapted = pretrained.load_adapter(model, params, "path/to/adapter")
@@ -90,17 +94,19 @@ def load_adapter(
         model: the base model.
         params: the parameters of the base model. Kernels may be quantized.
         path: the folder with adapter_config.json and adapter_model.safetensors.
-        names: the framework that defines the names of the modules in the adapter. The framework is a key of the model's
-            `NAMES`, such as "torchvision" for a ResNet. Default: "huggingface".
+        names: the framework that defines the names of the modules in the adapter. The framework is
+            a key of the model's `NAMES`, such as "torchvision" for a ResNet. Default:
+            "huggingface".
 
     Returns:
         The parameters, in which the leaves that the adapter changes are `compress.LowRank`.
 
     Raises:
         FileNotFoundError: a file of the adapter is missing.
-        ValueError: the adapter is for another model, or uses features of PEFT that are not plain LoRA, such as DoRA or
-            an initialization that changes the base weights (PiSSA). Every field of adapter_config.json is either used,
-            or known to have no effect on a trained adapter, or an error that names it.
+        ValueError: the adapter is for another model, or uses features of PEFT that are not plain
+            LoRA, such as DoRA or an initialization that changes the base weights (PiSSA). Every
+            field of adapter_config.json is either used, or known to have no effect on a trained
+            adapter, or an error that names it.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -161,7 +167,8 @@ def save_adapter(
     prefix: str | None = None,
     names: str = "huggingface",
 ) -> Path:
-    """Writes the `compress.LowRank` leaves of a tree of parameters as a LoRA adapter in the file format of PEFT.
+    """Writes the `compress.LowRank` leaves of a tree of parameters as a LoRA adapter in the file
+    format of PEFT.
 
     `save_adapter` is the inverse of `load_adapter`.
 
@@ -169,19 +176,21 @@ def save_adapter(
         model: the base model.
         params: the parameters of the base model, with `LowRank` leaves.
         path: the folder to write.
-        base: the name of the base model on Hugging Face's hub, which is written to adapter_config.json. Default: null
-            is written.
-        prefix: the prefix of the names of modules. PEFT expects the prefix of the transformers class to which the
-            adapter is applied, such as "transformer." for GPT2LMHeadModel and "" for GPT2Model. By default, the names
-            have the prefix of a transformers class with a head, such as GPT2LMHeadModel.
+        base: the name of the base model on Hugging Face's hub, which is written to
+            adapter_config.json. Default: null is written.
+        prefix: the prefix of the names of modules. PEFT expects the prefix of the transformers
+            class to which the adapter is applied, such as "transformer." for GPT2LMHeadModel and ""
+            for GPT2Model. By default, the names have the prefix of a transformers class with a
+            head, such as GPT2LMHeadModel.
         names: as for `load_adapter`.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: the parameters have no `LowRank` leaf, PEFT cannot represent a `LowRank` leaf (for example that of a
-            depthwise convolution), or the model does not support the given `prefix` or `names`.
+        ValueError: the parameters have no `LowRank` leaf, PEFT cannot represent a `LowRank` leaf
+            (for example that of a depthwise convolution), or the model does not support the given
+            `prefix` or `names`.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -268,7 +277,8 @@ def _read_config(file):
             value is each or (type(value) is type(each) and value == each) for each in _PLAIN[field]
         ):
             why = (
-                "; it changes the base weights, so convert the adapter to plain LoRA with PEFT: save_pretrained("
+                "; it changes the base weights, so convert the adapter to plain LoRA with PEFT: "
+                "save_pretrained("
                 "..., path_initial_model_for_weight_conversion=...)"
                 if field == "init_lora_weights"
                 else ""
@@ -278,7 +288,8 @@ def _read_config(file):
             )
         if field not in (*_PLAIN, *_USED, *_IRRELEVANT) and value not in (None, False):
             raise ValueError(
-                f"{file}: the field {field}={_json.text_of(value)} is unknown, so it may change what the "
+                f"{file}: the field {field}={_json.text_of(value)} is unknown, so it may change "
+                f"what the "
                 "adapter computes; remove it if it does not"
             )
     for field, kinds in ("rank_pattern", (int,)), ("alpha_pattern", (int, float)):
@@ -297,16 +308,19 @@ def _read_config(file):
 
 
 def _check_module(file, config, base, rank):
-    """Checks that the configuration gives the module `base` an adapter of this rank, as PEFT would when it loads it."""
+    """Checks that the configuration gives the module `base` an adapter of this rank, as PEFT would
+    when it loads it."""
     if not _is_targeted(config, base):
         raise ValueError(
-            f"{file}: the fields target_modules, exclude_modules, layers_to_transform and layers_pattern "
+            f"{file}: the fields target_modules, exclude_modules, layers_to_transform and "
+            f"layers_pattern "
             f"do not select {base!r}, for which the adapter has weights; PEFT would ignore them"
         )
     wanted = _patterned(config, "rank_pattern", base, config["r"])
     if rank != wanted:
         raise ValueError(
-            f"{file}: r and rank_pattern give {base!r} the rank {wanted}, but its weights have rank "
+            f"{file}: r and rank_pattern give {base!r} the rank {wanted}, but its weights have "
+            f"rank "
             f"{rank}"
         )
 
@@ -334,7 +348,8 @@ def _is_targeted(config, base) -> bool:
 
 
 def _patterned(config, field, base, default):
-    """Returns the value of the first pattern in the field that matches the name of a module, or the default."""
+    """Returns the value of the first pattern in the field that matches the name of a module, or the
+    default."""
     return next(
         (
             value
@@ -357,7 +372,8 @@ def _entries(model, prefix, names):
 
 
 def _bases(entry):
-    """Returns the names of the modules that contain the arrays of `entry` in the original framework."""
+    """Returns the names of the modules that contain the arrays of `entry` in the original
+    framework."""
     return [key.removesuffix(".weight") for key in entry.keys]
 
 
@@ -366,7 +382,8 @@ def _modules(given):
 
 
 def _pair(given, base):
-    """Returns the array names of a module's two low-rank factors, or None if the adapter does not change the module."""
+    """Returns the array names of a module's two low-rank factors, or None if the adapter does not
+    change the module."""
     for a, b in ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")):
         if base + a in given and base + b in given:
             return base + a, base + b
@@ -374,12 +391,14 @@ def _pair(given, base):
 
 
 def _kernel(entry):
-    """Returns the shape [*window, in] of a kernel, without the stacked axes and the axis of output features."""
+    """Returns the shape [*window, in] of a kernel, without the stacked axes and the axis of output
+    features."""
     return entry.specs[0].shape[len(entry.copies) : -1]
 
 
 def _is_supported(entry):
-    """Whether the array is the kernel of a dense layer or of an ungrouped convolution, or an embedding table."""
+    """Whether the array is the kernel of a dense layer or of an ungrouped convolution, or an
+    embedding table."""
     kernel, layout = _kernel(entry), entry.rule.layout.name
     return (len(kernel) == 1 and layout in ("dense", "same")) or (
         len(kernel) > 1 and layout == "conv" and kernel[-1] > 1
@@ -398,8 +417,9 @@ def _is_table(entry):
 def _rotary_order(model, entry, width):
     """Returns the order of the output features in the file of an adapter.
 
-    In transformers, the rotary embedding rotates the pairs (i, i + head_dim / 2) of features. In fnet, the rotary
-    embedding of a model with `interleaved=True` rotates pairs of neighboring features.
+    In transformers, the rotary embedding rotates the pairs (i, i + head_dim / 2) of features. In
+    fnet, the rotary embedding of a model with `interleaved=True` rotates pairs of neighboring
+    features.
     """
     order = np.arange(width)
     if getattr(model, "interleaved", False) and re.fullmatch(
@@ -416,15 +436,17 @@ def _scale(config, base, a):
 
 
 def _changes(model, entry, arrays, scales, file):
-    """Returns {path of a kernel: (a, b, scale, number of input axes)}, the low-rank change of each kernel.
+    """Returns {path of a kernel: (a, b, scale, number of input axes)}, the low-rank change of each
+    kernel.
 
-    In a stack of blocks, the low-rank factors `a` and `b` of all blocks are stacked. The factors are zero for a block
-    that the adapter does not change. If the ranks of the blocks differ, the low-rank factors of every block are padded
-    with zeros to the largest rank.
+    In a stack of blocks, the low-rank factors `a` and `b` of all blocks are stacked. The factors
+    are zero for a block that the adapter does not change. If the ranks of the blocks differ, the
+    low-rank factors of every block are padded with zeros to the largest rank.
     """
     if not _is_supported(entry):
         raise ValueError(
-            f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions in one "
+            f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions "
+            f"in one "
             "group and tables only"
         )
     rank = max(len(pair[0]) for pair in arrays if pair)
@@ -442,7 +464,8 @@ def _changes(model, entry, arrays, scales, file):
                 *ones,
             ):
                 raise ValueError(
-                    f"{file}: {_match.ours(entry)}: expected factors for a kernel {(*kernel, outputs)}, "
+                    f"{file}: {_match.ours(entry)}: expected factors for a kernel "
+                    f"{(*kernel, outputs)}, "
                     f"got {pair[0].shape} and {pair[1].shape}"
                 )
             a[(*copy, ..., slice(n))] = np.moveaxis(pair[0], (0, 1), (-1, -2))
@@ -455,9 +478,10 @@ def _changes(model, entry, arrays, scales, file):
 def _joined(leaves, copy):
     """Returns (a, b, scale), the two factors and the scale of the low-rank change of one module.
 
-    The shape of the factor `a` is [*window, in, rank], and the shape of the factor `b` is [rank, out]. If one module
-    contains several fnet kernels, such as query, key and value, the low-rank factors `a` are concatenated along the
-    rank axis, and the factors `b` form a block-diagonal matrix.
+    The shape of the factor `a` is [*window, in, rank], and the shape of the factor `b` is [rank,
+    out]. If one module contains several fnet kernels, such as query, key and value, the low-rank
+    factors `a` are concatenated along the rank axis, and the factors `b` form a block-diagonal
+    matrix.
     """
     scale = next(leaf.scale for leaf in leaves if isinstance(leaf, LowRank))
     widths = [leaf.shape[-1] for leaf in leaves]

@@ -1,5 +1,5 @@
-"""Compares the config.json next to pretrained weights with a model. Unknown fields and unsupported fields of
-config.json raise an error."""
+"""Compares the config.json next to pretrained weights with a model. Unknown fields and unsupported
+fields of config.json raise an error."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Use:
 
     Args:
         field: the name of the model's field.
-        absent: the value that the original framework uses if config.json lacks the field, or a function that computes
-            this value from the content of config.json. With the default SKIP, a missing field is not compared with the
-            model.
-        default: a function that takes the model, and returns a default value. Both null in config.json and None in the
-            model's field stand for this default value.
-        shorter: whether the value of the model's field may be smaller than the value in config.json, for example for
-            the context length.
-        square: whether config.json may contain a list of two equal values, such as [height, width], instead of one
-            number.
+        absent: the value that the original framework uses if config.json lacks the field, or a
+            function that computes this value from the content of config.json. With the default
+            SKIP, a missing field is not compared with the model.
+        default: a function that takes the model, and returns a default value. Both null in
+            config.json and None in the model's field stand for this default value.
+        shorter: whether the value of the model's field may be smaller than the value in
+            config.json, for example for the context length.
+        square: whether config.json may contain a list of two equal values, such as [height, width],
+            instead of one number.
     """
 
     field: str
@@ -58,8 +58,8 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """Describes a field of config.json that must have one of the supported values. The field of config.json does not
-    set a field of the model.
+    """Describes a field of config.json that must have one of the supported values. The field of
+    config.json does not set a field of the model.
 
     Args:
         values: the supported values.
@@ -84,15 +84,16 @@ class Fields:
     """A field of config.json that sets several fields of the model.
 
     Args:
-        read: function that takes the field's value and the content of config.json, and returns {field of the model:
-            value}. For an unsupported value, `read` raises ValueError with a description of the expected value.
+        read: function that takes the field's value and the content of config.json, and returns
+            {field of the model: value}. For an unsupported value, `read` raises ValueError with a
+            description of the expected value.
         absent: as in `Use`.
-        write: function that takes the model, and returns the field's value for config.json, or SKIP to write no value.
-            `write` is the inverse of `read`, and raises ValueError if config.json cannot describe the model. By
-            default, nothing is written.
+        write: function that takes the model, and returns the field's value for config.json, or SKIP
+            to write no value. `write` is the inverse of `read`, and raises ValueError if
+            config.json cannot describe the model. By default, nothing is written.
         partial: whether the model's fields may also be None, for example in a model without a head.
-        others: values of the model's fields that are accepted even if they differ from config.json. For example, a
-            model may have another head than the head that config.json states.
+        others: values of the model's fields that are accepted even if they differ from config.json.
+            For example, a model may have another head than the head that config.json states.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
@@ -115,7 +116,8 @@ class Config:
     Args:
         fields: {field: Use, Must or Fields}.
         irrelevant: the fields that have no effect on the forward pass.
-        names: the frameworks (keys of the model's `NAMES`) whose weights may be in the same folder as this config.json.
+        names: the frameworks (keys of the model's `NAMES`) whose weights may be in the same folder
+            as this config.json.
     """
 
     fields: Mapping[str, Use | Must | Fields]
@@ -126,7 +128,8 @@ class Config:
         """Returns {field of the model: the value that config.json sets}.
 
         Raises:
-            ValueError: config.json contains fields that are not supported or not known; the message lists these fields.
+            ValueError: config.json contains fields that are not supported or not known; the message
+                lists these fields.
         """
         wanted, problems = self._wanted(config)
         self._raise(problems)
@@ -152,8 +155,8 @@ class Config:
         """Compares config.json with a model.
 
         Raises:
-            ValueError: fields of config.json differ from the model, are not supported or not known; the message lists
-                these fields.
+            ValueError: fields of config.json differ from the model, are not supported or not known;
+                the message lists these fields.
         """
         wanted, problems = self._wanted(config)
         changes = {}
@@ -171,7 +174,8 @@ class Config:
         self._raise(problems, f". Use dataclasses.replace(model, {advice})" if advice else "")
 
     def reads_architecture(self, config: Mapping) -> bool:
-        """Whether the value of `architecture` (timm) or `architectures` (transformers) is supported."""
+        """Whether the value of `architecture` (timm) or `architectures` (transformers) is
+        supported."""
         name = "architecture" if "architecture" in self.fields else "architectures"
         if name not in self.fields or name not in config:
             return True
@@ -182,15 +186,16 @@ class Config:
         return True
 
     def compared(self) -> set[str]:
-        """Returns a set of field names of the model: the attribute `field` of each `Use` object in `self.fields`."""
+        """Returns a set of field names of the model: the attribute `field` of each `Use` object in
+        `self.fields`."""
         return {entry.field for entry in self.fields.values() if isinstance(entry, Use)}
 
     def _wanted(self, config):
         """Returns a list of the settings in config.json, and a list of problems.
 
-        Each setting is a tuple (entry, text, values) for one field of config.json. `entry` is the `Use`, `Must` or
-        `Fields` object that describes the field. `text` states the name and the value of the field in error messages.
-        `values` is a dict {field of the model: value}.
+        Each setting is a tuple (entry, text, values) for one field of config.json. `entry` is the
+        `Use`, `Must` or `Fields` object that describes the field. `text` states the name and the
+        value of the field in error messages. `values` is a dict {field of the model: value}.
         """
         wanted, problems = [], []
         for name in [*config, *(name for name in self.fields if name not in config)]:
@@ -225,8 +230,8 @@ def check(model, folder: Path) -> Config | None:
     """Compares a model with the config.json of a folder.
 
     Returns:
-        The `Config` that was used. The result is None if the folder has no config.json, or if a training run wrote the
-        config.json.
+        The `Config` that was used. The result is None if the folder has no config.json, or if a
+        training run wrote the config.json.
 
     Raises:
         ValueError: config.json is damaged, or describes another model.
@@ -266,13 +271,13 @@ def model(folder: Path, classes: Sequence[type]):
 
     Args:
         folder: the folder.
-        classes: the classes of models. The first model class that supports the `model_type` and the architecture in
-            config.json is used.
+        classes: the classes of models. The first model class that supports the `model_type` and the
+            architecture in config.json is used.
 
     Raises:
         FileNotFoundError: the folder has no config.json.
-        ValueError: config.json is damaged, is not supported by any model class, or has fields that are not supported or
-            not known.
+        ValueError: config.json is damaged, is not supported by any model class, or has fields that
+            are not supported or not known.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -313,8 +318,8 @@ def names_for(table, cls):
 
 
 def kind_of(config):
-    """Returns the `model_type` of config.json or None. Returns "timm" if config.json has an `architecture` instead of a
-    `model_type`, as in timm."""
+    """Returns the `model_type` of config.json or None. Returns "timm" if config.json has an
+    `architecture` instead of a `model_type`, as in timm."""
     kind = config.get("model_type")
     return "timm" if kind is None and "architecture" in config else kind
 
@@ -338,8 +343,8 @@ def fits(entry, model, want, have):
 
 
 def _comparable(want, have, null=False):
-    """Whether the types of two values are compatible: `want` in config.json, and `have` in the model's field. `null`
-    states whether `want` may be None."""
+    """Whether the types of two values are compatible: `want` in config.json, and `have` in the
+    model's field. `null` states whether `want` may be None."""
     if want is None:
         return null
     if have is None:
@@ -382,21 +387,22 @@ def transformers(
     other_heads: tuple[str, ...] = (),
     **options,
 ) -> Config:
-    """Returns a `Config` for transformers' config.json. The `Config` contains `fields` and the fields that all model
-    families have.
+    """Returns a `Config` for transformers' config.json. The `Config` contains `fields` and the
+    fields that all model families have.
 
     Args:
-        fields: {field: Use, Must or Fields}, the meaning of each field of config.json for one family of models.
-        architectures: the class names that the field `architectures` of config.json may contain. The argument
+        fields: {field: Use, Must or Fields}, the meaning of each field of config.json for one
+        family of models. architectures: the class names that the field `architectures` of
+        config.json may contain. The argument
             `architectures` may also map each class name to fields of the model, such as
             {"BertForMaskedLM": {"head": "masked_lm"}}.
-        irrelevant: more fields that have no effect on the forward pass, separated by spaces. A field in both
-            `irrelevant` and `fields` is ignored when config.json is read, but `save` writes this field. With
-            `save(like=...)`, the fields that have no effect on the forward pass are copied from the config.json of
-            `like`.
-        other_heads: names of heads. A model with one of these heads is accepted even if `architectures` in config.json
-            states another head. All heads must have different array names, so that `load` can detect a file with the
-            weights of another head.
+        irrelevant: more fields that have no effect on the forward pass, separated by spaces. A
+            field in both `irrelevant` and `fields` is ignored when config.json is read, but `save`
+            writes this field. With `save(like=...)`, the fields that have no effect on the forward
+            pass are copied from the config.json of `like`.
+        other_heads: names of heads. A model with one of these heads is accepted even if
+            `architectures` in config.json states another head. All heads must have different array
+            names, so that `load` can detect a file with the weights of another head.
         options: other arguments of `Config`.
     """
 

@@ -1,4 +1,5 @@
-"""Downloads repositories of Hugging Face's hub into Hugging Face's cache, with the library huggingface_hub."""
+"""Downloads repositories of Hugging Face's hub into Hugging Face's cache, with the library
+huggingface_hub."""
 
 from __future__ import annotations
 
@@ -43,12 +44,13 @@ def unavailable() -> str | None:
 
 
 def download(repository: str, revision: str | None, cache: Path) -> Path:
-    """Downloads the files that fnet reads: configurations, tokenizers and safetensors. Files in the cache are kept.
+    """Downloads the files that fnet reads: configurations, tokenizers and safetensors. Files in the
+    cache are kept.
 
-    The revision is resolved to a commit once, and every file is of that commit. If the connection is interrupted,
-    huggingface_hub resumes the download of the file. If the download is interrupted, the next call of `download`
-    downloads the files that are not complete. The checksum of each downloaded file is compared with the checksum that
-    the hub lists.
+    The revision is resolved to a commit once, and every file is of that commit. If the connection
+    is interrupted, huggingface_hub resumes the download of the file. If the download is
+    interrupted, the next call of `download` downloads the files that are not complete. The checksum
+    of each downloaded file is compared with the checksum that the hub lists.
 
     Args:
         repository: "organization/name".
@@ -113,7 +115,8 @@ def download(repository: str, revision: str | None, cache: Path) -> Path:
 
 
 def snapshots(cache: Path, repository: str) -> Path:
-    """Returns the folder with the snapshots (one for each commit) of a repository in Hugging Face's cache."""
+    """Returns the folder with the snapshots (one for each commit) of a repository in Hugging Face's
+    cache."""
     return cache / f"models--{repository.replace('/', '--')}" / "snapshots"
 
 
@@ -143,7 +146,8 @@ def _needed(what, names):
         weights = top
     if not weights:
         raise _Unsupported(
-            f"{what} has no safetensors files; it has {', '.join(sorted(names)[:8])}. Pickles (.bin, "
+            f"{what} has no safetensors files; it has {', '.join(sorted(names)[:8])}. Pickles "
+            f"(.bin, "
             ".pt) are never downloaded: convert them"
         )
     return [
@@ -153,7 +157,8 @@ def _needed(what, names):
 
 
 def _verify(path, file, what):
-    """Compares the hash of a file with the hub's: the SHA-256 for large files, the Git object's hash for others."""
+    """Compares the hash of a file with the hub's: the SHA-256 for large files, the Git object's
+    hash for others."""
     size = path.stat().st_size
     if file.lfs is not None:
         expected, digest = file.lfs.sha256, hashlib.sha256()
@@ -170,7 +175,8 @@ def _verify(path, file, what):
         with contextlib.suppress(FileNotFoundError):
             blob.unlink()
         raise _Damaged(
-            f"{file.rfilename} of {what} was damaged during the download and is deleted: its checksum is "
+            f"{file.rfilename} of {what} was damaged during the download and is deleted: its "
+            f"checksum is "
             f"{digest.hexdigest()}, expected {expected}. Call again to download it"
         )
 

@@ -36,6 +36,7 @@ def contents(path: str | os.PathLike, *, text: bool = True, most: int = LARGEST)
 
 
 def check_count(path: str | os.PathLike, count: int) -> None:
-    """Raises an error if a vocabulary has too many tokens, before objects for these tokens are created."""
+    """Raises an error if a vocabulary has too many tokens, before objects for these tokens are
+    created."""
     if count > MOST:
         raise ValueError(f"{path} contains more than {MOST:,} tokens")

@@ -1,4 +1,5 @@
-"""Folders of weights as transformers writes them: config.json, shards and their index, and related files."""
+"""Folders of weights as transformers writes them: config.json, shards and their index, and related
+files."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ import numpy as np
 from fnet.models.weights import _config, _tensors
 
 CONFIG = "config.json"
-# The files that generation, tokenizers and preprocessing need in addition to config.json and the weights.
+# The files that generation, tokenizers and preprocessing need in addition to config.json and the
+# weights.
 BESIDE = (
     "generation_config.json",
     "tokenizer_config.json",
@@ -61,15 +63,16 @@ def bytes_of(size: int | str) -> int:
 
 
 def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
-    """Returns the content of config.json for a model, or None if no config.json can describe the model.
+    """Returns the content of config.json for a model, or None if no config.json can describe the
+    model.
 
     Args:
         model: the model.
-        names: a key of the model's `NAMES`, such as "huggingface": the framework whose array names are in the file of
-            weights.
-        like: the content of an existing config.json, or {}. If a config.json with the `model_type` of `like` can
-            describe the model, the result has the same `model_type`, and also the fields of `like` that do not affect
-            the output of the model.
+        names: a key of the model's `NAMES`, such as "huggingface": the framework whose array names
+            are in the file of weights.
+        like: the content of an existing config.json, or {}. If a config.json with the `model_type`
+            of `like` can describe the model, the result has the same `model_type`, and also the
+            fields of `like` that do not affect the output of the model.
     """
     kinds = sorted(model.CONFIGS, key=lambda kind: kind != _config.kind_of(like))
     for kind in kinds:
@@ -125,8 +128,9 @@ def check(folder: Path, config: Mapping | None) -> None:
     """Checks whether a model may be saved into a folder.
 
     Raises:
-        ValueError: saving would replace the config.json of a training run. ValueError is also raised if the folder
-            contains the config.json of another model, and the new model has no config.json (`config` is None).
+        ValueError: saving would replace the config.json of a training run. ValueError is also
+            raised if the folder contains the config.json of another model, and the new model has no
+            config.json (`config` is None).
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -134,12 +138,14 @@ def check(folder: Path, config: Mapping | None) -> None:
     if (folder / "metrics.jsonl").is_file():
         if config is not None:
             raise ValueError(
-                f"{path} belongs to a training run, and would be replaced; save into another folder, or "
+                f"{path} belongs to a training run, and would be replaced; save into another "
+                f"folder, or "
                 f"only the weights, into {folder / 'model.safetensors'}"
             )
     elif config is None:
         raise ValueError(
-            f"{path} describes another model than this one, which no config.json describes; save into "
+            f"{path} describes another model than this one, which no config.json describes; save "
+            f"into "
             f"another folder"
         )
 
@@ -152,7 +158,8 @@ def like(folder: Path | None) -> dict:
 
 
 def write_config(folder: Path, config: Mapping, params: Mapping) -> None:
-    """Writes config.json. In the format of transformers, config.json also contains the dtype of the parameters."""
+    """Writes config.json. In the format of transformers, config.json also contains the dtype of the
+    parameters."""
     config = dict(config)
     if "model_type" in config:
         config.pop("torch_dtype", None)
@@ -167,7 +174,8 @@ def is_beside(name: str) -> bool:
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copies files such as generation_config.json and tokenizer.json (see `BESIDE`) from `source` to `folder`."""
+    """Copies files such as generation_config.json and tokenizer.json (see `BESIDE`) from `source`
+    to `folder`."""
     if source.resolve() == folder.resolve():
         return
     for path in sorted(each for each in source.rglob("*") if each.is_file()):
@@ -180,10 +188,12 @@ def copy_beside(source: Path, folder: Path) -> None:
 def write(
     folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], most: int
 ) -> Path:
-    """Writes model.safetensors, or shards and their index if the arrays have more than `most` bytes.
+    """Writes model.safetensors, or shards and their index if the arrays have more than `most`
+    bytes.
 
-    Existing weight files with the same names are replaced. If `write` is interrupted, the folder contains the old
-    weights, or shards without an index, or both model.safetensors and shards. `read` loads neither of the last two.
+    Existing weight files with the same names are replaced. If `write` is interrupted, the folder
+    contains the old weights, or shards without an index, or both model.safetensors and shards.
+    `read` loads neither of the last two.
 
     Returns:
         The path of model.safetensors, or of the index of the shards.

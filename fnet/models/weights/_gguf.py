@@ -63,9 +63,9 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
         model, params, _ = pretrained.load_gguf("llama-q4_0.gguf")
         logits = ft.use_implicit_arrays(model)(params, tokens)
 
-    Matrices in the formats Q8_0 and Q4_0 remain quantized: they become `compress.Quantized` leaves with the codes and
-    scales of the file. Arrays in other formats, such as Q6_K, are decoded to float32. `load_gguf` does not read the
-    tokenizer that the file contains.
+    Matrices in the formats Q8_0 and Q4_0 remain quantized: they become `compress.Quantized` leaves
+    with the codes and scales of the file. Arrays in other formats, such as Q6_K, are decoded to
+    float32. `load_gguf` does not read the tokenizer that the file contains.
 
     Args:
         path: a *.gguf file whose architecture is "llama".
@@ -75,8 +75,8 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
 
     Raises:
         FileNotFoundError: the file `path` does not exist.
-        ValueError: the file is damaged, has another architecture, lacks arrays of the model, or has fields or arrays
-            that the model does not have.
+        ValueError: the file is damaged, has another architecture, lacks arrays of the model, or has
+            fields or arrays that the model does not have.
         ImportError: the package gguf is not installed (fnet[gguf]).
 
     Source: the specification of GGUF and the block formats of ggml (ggml-quants.c).
@@ -136,8 +136,8 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
 
 
 def _open(file: Path):
-    """Opens a file with the class `GGUFReader` of the package gguf. Raises ValueError if the file is damaged, for
-    example if a field extends beyond the end of the file."""
+    """Opens a file with the class `GGUFReader` of the package gguf. Raises ValueError if the file
+    is damaged, for example if a field extends beyond the end of the file."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -213,7 +213,8 @@ def _model(file, fields, tensors) -> Decoder:
 
 
 def _array(file, entry, tensors) -> Any:
-    """Returns the model's array for `entry`, from one tensor of the file or from one tensor for each layer.
+    """Returns the model's array for `entry`, from one tensor of the file or from one tensor for
+    each layer.
 
     The result is a `Quantized` if all tensors have the same supported quantized format.
     """
@@ -246,7 +247,8 @@ def _array(file, entry, tensors) -> Any:
         ]
     except NotImplementedError:
         raise ValueError(
-            f"{file}: {tensors[0].name} has the format {', '.join(sorted(kinds))}, which the package gguf "
+            f"{file}: {tensors[0].name} has the format {', '.join(sorted(kinds))}, which the "
+            f"package gguf "
             "cannot decode"
         ) from None
     arrays = [array.T if transposed else array for array in arrays]
@@ -254,8 +256,8 @@ def _array(file, entry, tensors) -> Any:
 
 
 def _blocks(data, kind):
-    """Converts the quantized data of a tensor to a tuple (codes [rows, n], scales [rows, n / 32]). Each row of `data`
-    consists of blocks, and each block contains a float16 scale and 32 codes."""
+    """Converts the quantized data of a tensor to a tuple (codes [rows, n], scales [rows, n / 32]).
+    Each row of `data` consists of blocks, and each block contains a float16 scale and 32 codes."""
     blocks = np.asarray(data).reshape(len(data), -1, 34 if kind == "Q8_0" else 18)
     scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
     codes = blocks[..., 2:]

@@ -1,4 +1,5 @@
-"""Finds weights on this disk, in fnet's cache or in Hugging Face's cache, or downloads them to Hugging Face's cache."""
+"""Finds weights on this disk, in fnet's cache or in Hugging Face's cache, or downloads them to
+Hugging Face's cache."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 from fnet.models.weights import _download
 
 _TORCHVISION = (
-    "write its model.safetensors in Python (import torchvision, safetensors.torch; safetensors.torch."
+    "write its model.safetensors in Python (import torchvision, safetensors.torch; "
+    "safetensors.torch."
     "save_file(torchvision.models.get_model({!r}, weights='IMAGENET1K_V1').state_dict(), "
     "'model.safetensors')) and put it into {}"
 )
@@ -17,8 +19,8 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
 def cache() -> Path:
-    """Returns fnet's cache of weights and data, $FNET_CACHE or ~/.cache/fnet. The cache contains one folder for each
-    name of weights or data."""
+    """Returns fnet's cache of weights and data, $FNET_CACHE or ~/.cache/fnet. The cache contains
+    one folder for each name of weights or data."""
     return _expanded(os.environ.get("FNET_CACHE") or "~/.cache/fnet")
 
 
@@ -38,7 +40,8 @@ def _expanded(path: str | os.PathLike) -> Path:
 
 
 def hugging_face() -> Path:
-    """Returns the cache of Hugging Face's hub: $HF_HUB_CACHE, $HF_HOME/hub, or a folder in ~/.cache."""
+    """Returns the cache of Hugging Face's hub: $HF_HUB_CACHE, $HF_HOME/hub, or a folder in
+    ~/.cache."""
     if given := os.environ.get("HF_HUB_CACHE"):
         return _expanded(given)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -48,18 +51,19 @@ def hugging_face() -> Path:
 def find(
     name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: str | None = None
 ) -> Path:
-    """Returns the path of the file or folder of the weights `name`. A repository that is not in a cache is downloaded.
+    """Returns the path of the file or folder of the weights `name`. A repository that is not in a
+    cache is downloaded.
 
     Args:
         name: a path, the name of a folder in fnet's cache, or a repository of Hugging Face's hub
             ("sentence-transformers/all-MiniLM-L6-v2").
         repositories: the sources of the weights, as in `Model.HUB`.
-        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if the cache
-            has no revision.
+        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or
+            "main" if the cache has no revision.
 
     Raises:
-        FileNotFoundError: the file is not on this disk and cannot be downloaded. The error message lists the paths
-            searched and says what to download.
+        FileNotFoundError: the file is not on this disk and cannot be downloaded. The error message
+            lists the paths searched and says what to download.
         OSError, ValueError: as for `_download.download`.
     """
     path = _expanded(name)
@@ -68,7 +72,8 @@ def find(
     if not isinstance(name, str) or not _REPOSITORY.fullmatch(name):
         if path.exists():
             raise ValueError(
-                f"{path}: a revision can be given for a repository of Hugging Face's hub, not for a path"
+                f"{path}: a revision can be given for a repository of Hugging Face's hub, not for "
+                f"a path"
             )
         raise FileNotFoundError(f"{path}: no such file or folder")
     own = cache() / name
@@ -115,8 +120,9 @@ def commit(path: Path) -> str | None:
 
 
 def _snapshot(repository: str, revision: str | None) -> Path | None:
-    """Returns the snapshot of a revision in Hugging Face's cache, or None. If `revision` is None, returns the snapshot
-    of the branch main if the cache contains it, and otherwise the newest snapshot."""
+    """Returns the snapshot of a revision in Hugging Face's cache, or None. If `revision` is None,
+    returns the snapshot of the branch main if the cache contains it, and otherwise the newest
+    snapshot."""
     snapshots = _download.snapshots(hugging_face(), repository)
     if revision is not None and (snapshots / revision).is_dir():
         return snapshots / revision

@@ -17,17 +17,19 @@ _FIELD = re.compile(r"\{(\w+)([+-]\d+)?(:letter)?\}")
 
 
 class Entry(NamedTuple):
-    """The result of applying a naming rule to a model: paths of the model's arrays, and their keys in a file.
+    """The result of applying a naming rule to a model: paths of the model's arrays, and their keys
+    in a file.
 
     Attributes:
         rule: the rule.
-        paths: the path of an array of the model, or the paths of several arrays that are one array in the file.
+        paths: the path of an array of the model, or the paths of several arrays that are one array
+            in the file.
         specs: the shape and dtype of each array in `paths`.
-        copies: the sizes of the stacked axes. The stacked axes, such as the layer axis of an `nn.Stack`, are the
-            leading axes of the model's arrays. The arrays in the file are not stacked: the file contains a separate
-            array for each index along the stacked axes.
-        keys: the keys (array names in the file), one for each index along the stacked axes, in row-major order. If
-            `copies` is empty, `keys` contains only one key.
+        copies: the sizes of the stacked axes. The stacked axes, such as the layer axis of an
+            `nn.Stack`, are the leading axes of the model's arrays. The arrays in the file are not
+            stacked: the file contains a separate array for each index along the stacked axes.
+        keys: the keys (array names in the file), one for each index along the stacked axes, in
+            row-major order. If `copies` is empty, `keys` contains only one key.
     """
 
     rule: Rule | Spare | Tied
@@ -46,7 +48,8 @@ class Entry(NamedTuple):
 
 
 class KeyMap(NamedTuple):
-    """The keys (names in a file) of all arrays of a model, and further keys that the file may contain."""
+    """The keys (names in a file) of all arrays of a model, and further keys that the file may
+    contain."""
 
     reads: list[Entry]
     beside: list[Entry]
@@ -94,7 +97,8 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
         for key in entry.keys:
             if owners.setdefault(key, entry) is not entry:
                 raise ValueError(
-                    f"{who}: the rules use {key!r} for {owners[key].paths[0]!r} and {entry.paths[0]!r}"
+                    f"{who}: the rules use {key!r} for {owners[key].paths[0]!r} and "
+                    f"{entry.paths[0]!r}"
                 )
     if prefix:  # keys that the model does not need may have no prefix
         bare = [dataclasses.replace(entry.rule, write=None) for entry in beside]
@@ -106,7 +110,8 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
 
 
 def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
-    """Returns the prefix of the keys (array names) that `save` writes for a model with the arrays `leaves`."""
+    """Returns the prefix of the keys (array names) that `save` writes for a model with the arrays
+    `leaves`."""
     headed = any(
         True
         for rule in names.flat_heads()
@@ -119,9 +124,9 @@ def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
 def _places(rule, leaves, who):
     """Yields a tuple (paths, specs, numbers) for each match of a naming rule.
 
-    `paths` are the paths of arrays of the model, and `specs` are the shapes and dtypes of these arrays. The dict
-    `numbers` maps the name of each placeholder in the naming rule, such as `s` in "stage{s}", to the integer in the
-    path.
+    `paths` are the paths of arrays of the model, and `specs` are the shapes and dtypes of these
+    arrays. The dict `numbers` maps the name of each placeholder in the naming rule, such as `s` in
+    "stage{s}", to the integer in the path.
     """
     first, *others = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     pattern = _pattern(first)
@@ -132,18 +137,21 @@ def _places(rule, leaves, who):
             lacking = [each for each in paths if each not in leaves]
             if lacking:
                 raise ValueError(
-                    f"{who}: the rule for {rule.theirs!r} needs {lacking[0]!r} in addition to {path!r}, "
+                    f"{who}: the rule for {rule.theirs!r} needs {lacking[0]!r} in addition to "
+                    f"{path!r}, "
                     "but the model has no such array"
                 )
             yield paths, tuple(leaves[each] for each in paths), numbers
 
 
-# The layers whose arrays are known to belong to them. What others do with an array is theirs to know.
+# The layers whose arrays are known to belong to them. What others do with an array is theirs to
+# know.
 _AFFINE = nn.Dense, nn.Conv, nn.DepthwiseConv, nn.ConvTranspose
 _NORMS = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm
 _RECURRENT = nn.RNN, nn.LSTM, nn.GRU
 _LAYERS = *_AFFINE, *_NORMS, *_RECURRENT, nn.Maxout, nn.Embed
-# Arrays of one shape that other frameworks keep under these names: {path in fnet: other arrays of the same layer}.
+# Arrays of one shape that other frameworks keep under these names: {path in fnet: other arrays of
+# the same layer}.
 _OTHERS = {
     "mean": ("var", "variance", "weight", "bias", "gamma", "beta"),
     "scale": ("mean", "var", "bias", "beta"),
@@ -162,12 +170,14 @@ def _check_layers(rule, paths, leaves, who):
         if rule.layers and not issubclass(layer, rule.layers):
             wanted = " or ".join(each.__name__ for each in rule.layers)
             raise ValueError(
-                f"{what}, but it is right for {wanted} only. Write a Rule with a Layout that converts "
+                f"{what}, but it is right for {wanted} only. Write a Rule with a Layout that "
+                f"converts "
                 "this layer's arrays"
             )
         if rule.layout in (CONV, DEPTHWISE) and issubclass(layer, nn.ConvTranspose):
             raise ValueError(
-                f"{what}, with the layout of a convolution. Frameworks store the kernels of transposed "
+                f"{what}, with the layout of a convolution. Frameworks store the kernels of "
+                f"transposed "
                 "convolutions in another layout; write a Layout that converts it"
             )
         word = re.split(r"[._/]", rule.theirs)[-1]
@@ -181,7 +191,8 @@ def _check_layers(rule, paths, leaves, who):
             and re.search(r"bias_[ih]h", rule.theirs)
         ):
             raise ValueError(
-                f"{what}, which is the sum of PyTorch's bias_ih and bias_hh (of a GRU: for two of the "
+                f"{what}, which is the sum of PyTorch's bias_ih and bias_hh (of a GRU: for two of "
+                f"the "
                 "three gates). Add them before you write the file"
             )
 
@@ -199,7 +210,8 @@ def _entry(rule, prefix, paths, specs, numbers):
 
 
 def _pattern(ours):
-    """Converts a path to a regular expression with a group for each placeholder in braces, such as `{s}`."""
+    """Converts a path to a regular expression with a group for each placeholder in braces, such as
+    `{s}`."""
     parts, at = [], 0
     for field in _FIELD.finditer(ours):
         parts += [re.escape(ours[at : field.start()]), rf"(?P<{field[1]}>\d+)"]

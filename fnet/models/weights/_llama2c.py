@@ -1,6 +1,8 @@
-"""The format of llama2.c's model.bin, version 0: seven integers, then all arrays in float32, with stacked layers.
+"""The format of llama2.c's model.bin, version 0: seven integers, then all arrays in float32, with
+stacked layers.
 
-Source: Karpathy's llama2.c, run.c (Config, TransformerWeights, memory_map_weights) and export.py (legacy_export).
+Source: Karpathy's llama2.c, run.c (Config, TransformerWeights, memory_map_weights) and export.py
+(legacy_export).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy as np
 
 
 class Header(NamedTuple):
-    """The fields of `Config` in run.c of llama2.c. If `tied` is False, `vocab_size` is negative in the file."""
+    """The fields of `Config` in run.c of llama2.c. If `tied` is False, `vocab_size` is negative in
+    the file."""
 
     dim: int
     hidden_dim: int
@@ -27,7 +30,8 @@ class Header(NamedTuple):
 
 
 def shapes(header: Header) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the arrays in the order of a model.bin, with the names in run.c of llama2.c."""
+    """Returns the shapes of the arrays in the order of a model.bin, with the names in run.c of
+    llama2.c."""
     d, h, n, heads, kv, v, s, tied = header
     kv_dim, head_dim = d // heads * kv, d // heads
     known = {
@@ -70,7 +74,8 @@ def header(file: Path) -> Header:
             if 28 + 4 * sum(map(math.prod, shapes(made).values())) == size:
                 return made
     raise ValueError(
-        f"{file} is neither a safetensors file nor a model.bin of llama2.c, version 0 (seven integers, "
+        f"{file} is neither a safetensors file nor a model.bin of llama2.c, version 0 (seven "
+        f"integers, "
         f"then as many floats as they imply; this file has {size} bytes); convert it to safetensors"
     )
 
@@ -88,7 +93,8 @@ def read(file: Path) -> dict[str, np.ndarray]:
 
 
 def write(file: Path, head: Header, arrays) -> None:
-    """Writes a model.bin atomically. The tables of the rotary embedding are computed from the header."""
+    """Writes a model.bin atomically. The tables of the rotary embedding are computed from the
+    header."""
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     vocab = head.vocab_size if head.tied else -head.vocab_size
     arrays = _rotary(head) | dict(arrays)
@@ -99,7 +105,8 @@ def write(file: Path, head: Header, arrays) -> None:
                 array = np.asarray(arrays[name])
                 if array.shape != shape:
                     raise ValueError(
-                        f"{name!r}: expected shape {shape} for a model.bin with {head}, got {array.shape}"
+                        f"{name!r}: expected shape {shape} for a model.bin with {head}, got "
+                        f"{array.shape}"
                     )
                 opened.write(np.ascontiguousarray(array, "<f4").tobytes())
         os.replace(partial, file)
@@ -108,7 +115,8 @@ def write(file: Path, head: Header, arrays) -> None:
 
 
 def _rotary(head):
-    """Returns the cosines and sines of the rotary embedding, which old versions of run.c read from the file."""
+    """Returns the cosines and sines of the rotary embedding, which old versions of run.c read from
+    the file."""
     dim = head.dim // head.n_heads
     angles = np.outer(np.arange(head.seq_len), 10000.0 ** (-np.arange(0, dim, 2)[: dim // 2] / dim))
     return {"freq_cis_real": np.cos(angles), "freq_cis_imag": np.sin(angles)}

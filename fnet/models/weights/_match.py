@@ -1,4 +1,5 @@
-"""Matches a file of weights with a model: detects the framework of the names, and compares all keys and shapes."""
+"""Matches a file of weights with a model: detects the framework of the names, and compares all keys
+and shapes."""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ def _known(model):
             type(model).__name__ if not isinstance(model, type) else f"the class {model.__name__}"
         )
         raise TypeError(
-            f"pretrained: expected a model with NAMES for its weights, e.g. models.ResNet; got {what}"
+            f"pretrained: expected a model with NAMES for its weights, e.g. models.ResNet; got "
+            f"{what}"
         )
     return known
 
 
 def renamed(model, tensors):
-    """Replaces the array names of older files (`Names.aliases`) by the current names, and returns the tensors."""
+    """Replaces the array names of older files (`Names.aliases`) by the current names, and returns
+    the tensors."""
     aliases = {old: new for names in _known(model).values() for old, new in names.aliases.items()}
     if not aliases:
         return tensors
@@ -76,7 +79,8 @@ def get(tree, place):
 
 
 def detect_names(model, leaves, tensors, name):
-    """Returns the framework whose naming rules match the most array names in the file, and its key map."""
+    """Returns the framework whose naming rules match the most array names in the file, and its key
+    map."""
     best, unfit = None, None
     for each in _known(model) if name is None else (name,):
         rules = rules_of(model, each)
@@ -106,7 +110,8 @@ def detect_names(model, leaves, tensors, name):
 
 
 def _differs(model, rules):
-    """Returns {field: required value} for model fields whose values differ from those that the weights require."""
+    """Returns {field: required value} for model fields whose values differ from those that the
+    weights require."""
     return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
 
 
@@ -126,7 +131,8 @@ def names_to_write(model):
 
 
 def described(model, name):
-    """Returns the names of the model's fields that config.json can state for weights of the framework `name`."""
+    """Returns the names of the model's fields that config.json can state for weights of the
+    framework `name`."""
     return {
         field
         for config in model.CONFIGS.values()
@@ -149,15 +155,17 @@ def check_config(model, name, path, compared=()):
         want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
         have = ", ".join(f"{field}={getattr(model, field)!r}" for field in wanted)
         raise ValueError(
-            f"{path}: weights with the names of {name} need a {type(model).__name__} with {want}, got "
-            f"{have}; use dataclasses.replace(model, {want}), or pretrained.model(name of the preset, "
+            f"{path}: weights with the names of {name} need a {type(model).__name__} with {want}, "
+            f"got "
+            f"{have}; use dataclasses.replace(model, {want}), or pretrained.model(name of the "
+            f"preset, "
             "path)"
         )
 
 
 def check_header(model, name, path):
-    """Checks that the header of a model.bin has the model's number of attention heads. Array shapes do not determine
-    the number of attention heads."""
+    """Checks that the header of a model.bin has the model's number of attention heads. Array shapes
+    do not determine the number of attention heads."""
     header = rules_of(model, name).header
     if header is not None and header(model).n_heads != (held := _llama2c.header(path)).n_heads:
         raise ValueError(
@@ -167,7 +175,8 @@ def check_header(model, name, path):
 
 
 def check_keys(model, name, key_map, tensors):
-    """Compares the array names and shapes of a file with the key map, which contains the expected keys and shapes."""
+    """Compares the array names and shapes of a file with the key map, which contains the expected
+    keys and shapes."""
     held, wanted, spare = (
         tensors.arrays,
         key_map.keys(),
@@ -187,7 +196,8 @@ def check_keys(model, name, key_map, tensors):
 
     def untied(key):
         return (
-            f"{key!r} must equal {ours(spare[key])}, because the model ties the two ('tie_word_embeddings' in "
+            f"{key!r} must equal {ours(spare[key])}, because the model ties the two "
+            f"('tie_word_embeddings' in "
             "config.json)"
         )
 

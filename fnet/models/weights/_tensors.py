@@ -1,4 +1,5 @@
-"""Reads safetensors files (one file or several shards) and llama2.c's model.bin, and writes safetensors files.
+"""Reads safetensors files (one file or several shards) and llama2.c's model.bin, and writes
+safetensors files.
 
 Files are memory-mapped for reading. Pickles are never loaded: `read` raises an error for a pickle.
 """
@@ -52,7 +53,8 @@ _ALIGNMENT = 64  # the alignment that XLA's CPU client needs to avoid a copy
 
 
 class Tensors(NamedTuple):
-    """The content of a tensor file: {key: read-only view of the memory-mapped file}, and the file's metadata."""
+    """The content of a tensor file: {key: read-only view of the memory-mapped file}, and the file's
+    metadata."""
 
     path: Path
     arrays: dict[str, np.ndarray]
@@ -60,7 +62,8 @@ class Tensors(NamedTuple):
 
 
 def read(path: Path) -> Tensors:
-    """Reads the tensors of a file or folder: model.safetensors, its shards, or llama2.c's model.bin.
+    """Reads the tensors of a file or folder: model.safetensors, its shards, or llama2.c's
+    model.bin.
 
     Raises:
         FileNotFoundError: `path` does not exist or contains no weights.
@@ -73,8 +76,10 @@ def read(path: Path) -> Tensors:
         return _safetensors(file)
     if file.suffix in _PICKLES or _pickled(file):
         raise ValueError(
-            f"{file} is a pickle, which can run arbitrary code when it is opened; convert it to safetensors with "
-            f"PyTorch: import torch, safetensors.torch as s; s.save_file(torch.load({file.name!r}, weights_only=True), "
+            f"{file} is a pickle, which can run arbitrary code when it is opened; convert it to "
+            f"safetensors with "
+            f"PyTorch: import torch, safetensors.torch as s; s.save_file(torch.load({file.name!r}, "
+            f"weights_only=True), "
             "'model.safetensors')"
         )
     if file.suffix == ".bin":
@@ -114,14 +119,16 @@ def weights_file(path: Path) -> Path:
         ]
     elif files == [ADAPTER]:
         raise ValueError(
-            f"{path} has no weights of a model, only the LoRA adapter {ADAPTER}; load the model that it "
+            f"{path} has no weights of a model, only the LoRA adapter {ADAPTER}; load the model "
+            f"that it "
             "changes, then apply it with pretrained.load_adapter"
         )
     if len(sets) + len(rest) > 1 and sets:
         raise ValueError(
-            f"{path} contains more than one set of weights: {', '.join([*sets, *rest])}. Pass the path of "
-            f"the one that you mean, such as {path / sets[-1]}, or move the others to another folder"
-            + (f"; pretrained.load_adapter applies {ADAPTER}" if ADAPTER in rest else "")
+            f"{path} contains more than one set of weights: {', '.join([*sets, *rest])}. Pass the "
+            f"path of "
+            f"the one that you mean, such as {path / sets[-1]}, or move the others to another "
+            f"folder" + (f"; pretrained.load_adapter applies {ADAPTER}" if ADAPTER in rest else "")
         )
     if sets:
         return path / sets[0]
@@ -129,7 +136,8 @@ def weights_file(path: Path) -> Path:
         return path / files[0]
     if len(files) > 1:
         raise ValueError(
-            f"{path} contains {len(files)} safetensors files ({', '.join(files[:4])}) and no {INDEX}; "
+            f"{path} contains {len(files)} safetensors files ({', '.join(files[:4])}) and no "
+            f"{INDEX}; "
             "pass the path of one file"
         )
     others = [name for name in names if name.endswith((".bin", *_PICKLES))]
@@ -142,8 +150,8 @@ def weights_file(path: Path) -> Path:
 
 
 def _check_downloads(path, names):
-    """Some programs reserve the whole file at once, so that the file looks complete and is zero where bytes are
-    missing. What is left of the download beside it tells."""
+    """Some programs reserve the whole file at once, so that the file looks complete and is zero
+    where bytes are missing. What is left of the download beside it tells."""
     for name in names:
         whole = name.removesuffix(name[name.rfind(".") :])
         if (
@@ -152,7 +160,8 @@ def _check_downloads(path, names):
             and whole in names
         ):
             raise ValueError(
-                f"{path}: {name} is left of a download of {whole}, which may not be complete; finish the "
+                f"{path}: {name} is left of a download of {whole}, which may not be complete; "
+                f"finish the "
                 f"download, or remove {name}"
             )
 
@@ -178,7 +187,8 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
 
 
 def aligned(shape, dtype) -> np.ndarray:
-    """Returns an uninitialized array with the alignment that `jax.device_put` needs on a CPU to avoid a second copy."""
+    """Returns an uninitialized array with the alignment that `jax.device_put` needs on a CPU to
+    avoid a second copy."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
@@ -193,7 +203,8 @@ def _safetensors(file: Path) -> Tensors:
         length = int.from_bytes(opened.read(8), "little")
     if _HEADER < length <= file.stat().st_size:
         raise ValueError(
-            f"{file} is not a safetensors file of a model: its header has {length:,} bytes, expected at "
+            f"{file} is not a safetensors file of a model: its header has {length:,} bytes, "
+            f"expected at "
             f"most {_HEADER:,}"
         )
     try:
@@ -225,7 +236,8 @@ def _safetensors(file: Path) -> Tensors:
 
 
 def shards(index: Path) -> tuple[dict[str, str], list[str]]:
-    """Reads an index of shards. Returns ({name of a tensor: the name of its shard}, the names of the shards).
+    """Reads an index of shards. Returns ({name of a tensor: the name of its shard}, the names of
+    the shards).
 
     Raises:
         ValueError: the file is not an index of shards.

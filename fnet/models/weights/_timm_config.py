@@ -10,7 +10,8 @@ from fnet.models.weights._json import text_of
 
 
 def name_of(model, table: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the name in `table`, {name: {field: value}}, whose fields equal those of the model, or "other"."""
+    """Returns the name in `table`, {name: {field: value}}, whose fields equal those of the model,
+    or "other"."""
     return next(
         (
             name
@@ -30,10 +31,10 @@ def timm(
     """Returns a `Config` for timm's config.json.
 
     Args:
-        architecture: a function that maps the name of a timm architecture to the fields of the model. The function
-            returns None if it does not support the name.
-        write: the inverse of `architecture`. `write` may return a name that fnet does not know; for this name,
-            `architecture` returns None.
+        architecture: a function that maps the name of a timm architecture to the fields of the
+            model. The function returns None if it does not support the name.
+        write: the inverse of `architecture`. `write` may return a name that fnet does not know; for
+            this name, `architecture` returns None.
         pool: the only supported value of `global_pool` in config.json, such as "avg".
         expected: a description of the supported architectures, for error messages.
     """

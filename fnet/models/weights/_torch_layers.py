@@ -34,7 +34,8 @@ def torch_layers(
 def fused(
     ours: Sequence[str], theirs: str, kernel: Layout = DENSE, bias: Layout = SAME, join: str = "."
 ) -> tuple:
-    """Returns naming rules for Dense layers, such as query, key and value, that are fused into one layer in PyTorch."""
+    """Returns naming rules for Dense layers, such as query, key and value, that are fused into one
+    layer in PyTorch."""
     return (
         Rule(tuple(f"{each}/kernel" for each in ours), f"{theirs}{join}weight", kernel),
         Rule(tuple(f"{each}/bias" for each in ours), f"{theirs}{join}bias", bias),
@@ -47,5 +48,6 @@ def qkv(ours: str) -> tuple[str, ...]:
 
 
 def spare(*layers: str) -> tuple:
-    """Returns `Spare` rules for the weights and biases of PyTorch layers that the model does not need."""
+    """Returns `Spare` rules for the weights and biases of PyTorch layers that the model does not
+    need."""
     return tuple(Spare(f"{layer}.{leaf}") for layer in layers for leaf in ("weight", "bias"))

@@ -1,1 +1,2 @@
-"""Checkpoints of training runs in folders and in object stores: locks, files, manifests and their readers."""
+"""Checkpoints of training runs in folders and in object stores: locks, files, manifests and their
+readers."""

@@ -12,8 +12,8 @@ _FULL = 256 << 10  # bytes of an object, after which the next object is started
 
 
 def parts(path: Path | StorePath) -> list[Path | StorePath]:
-    """Returns the parts of a log, in order: one file, or objects in an object store, such as metrics.jsonl and
-    metrics.jsonl.0001."""
+    """Returns the parts of a log, in order: one file, or objects in an object store, such as
+    metrics.jsonl and metrics.jsonl.0001."""
     if isinstance(path, Path):
         return [path] if path.exists() else []
     pattern = re.compile(rf"{re.escape(path.name)}(\.\d+)?")
@@ -21,10 +21,12 @@ def parts(path: Path | StorePath) -> list[Path | StorePath]:
 
 
 def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
-    """Replaces the content of each part of a log by `keep(content)`, from the last part to the first part.
+    """Replaces the content of each part of a log by `keep(content)`, from the last part to the
+    first part.
 
-    A log in an object store can have several parts. If the process is killed during `rewrite`, some of the last parts
-    may already have the new content, while all earlier parts still have the old content.
+    A log in an object store can have several parts. If the process is killed during `rewrite`, some
+    of the last parts may already have the new content, while all earlier parts still have the old
+    content.
     """
     for part in reversed(parts(path)):
         raw = part.read_bytes()
@@ -37,11 +39,11 @@ def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
 
 
 class Objects:
-    """A log in an object store, with the methods of an unbuffered file. When `write` returns, the line is in the object
-    store.
+    """A log in an object store, with the methods of an unbuffered file. When `write` returns, the
+    line is in the object store.
 
-    An object store cannot append to an object, so each call of `write` writes the last object of the log again. When
-    the last object is full, a new object is started.
+    An object store cannot append to an object, so each call of `write` writes the last object of
+    the log again. When the last object is full, a new object is started.
 
     Args:
       path: the path of the first object of the log.

@@ -25,31 +25,33 @@ from fnet.training.checkpoints._writing import write
 
 
 class Checkpoints(Reading):
-    """Saves the checkpoints of one run in the background, and keeps the latest and the best checkpoints.
+    """Saves the checkpoints of one run in the background, and keeps the latest and the best
+    checkpoints.
 
-    A checkpoint is a folder whose name is the number of its step. The folder of a checkpoint contains safetensors files
-    with the arrays, and a manifest (a JSON file that describes the arrays). The manifest of a checkpoint contains
-    checksums of every shard, of every file and of the manifest itself. In a local folder, the checkpoint is written
-    under a temporary name, fsynced and renamed. In an object store, the manifest (JSON file) of the checkpoint is
-    written last. Therefore, if the process is killed while it saves a checkpoint, the earlier checkpoints remain valid.
-    When a checkpoint is read, all of its bytes are verified.
+    A checkpoint is a folder whose name is the number of its step. The folder of a checkpoint
+    contains safetensors files with the arrays, and a manifest (a JSON file that describes the
+    arrays). The manifest of a checkpoint contains checksums of every shard, of every file and of
+    the manifest itself. In a local folder, the checkpoint is written under a temporary name,
+    fsynced and renamed. In an object store, the manifest (JSON file) of the checkpoint is written
+    last. Therefore, if the process is killed while it saves a checkpoint, the earlier checkpoints
+    remain valid. When a checkpoint is read, all of its bytes are verified.
 
     Args:
-      folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://bucket/prefix,
-        az://container/prefix). The folder is created if it does not exist. The first call of `save` locks the folder
-        for this process.
+      folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix,
+        gs://bucket/prefix, az://container/prefix). The folder is created if it does not exist. The
+        first call of `save` locks the folder for this process.
       keep: the number of the latest checkpoints to keep. Default 3.
-      keep_every: a number of steps. Every checkpoint whose step is a multiple of `keep_every` is also kept. Default
-        None (only the latest and the best checkpoints are kept).
-      best: the name of a metric that is passed to `save`. The checkpoint with the best value of the metric is also
-        kept. Default None (no metric).
-      mode: "max" if the largest value of the metric is the best, "min" if the smallest value is the best. Default
-        None: "max" for accuracies, "min" for losses and errors, and other well-known metrics accordingly. For any other
-        metric, `mode` must be given.
+      keep_every: a number of steps. Every checkpoint whose step is a multiple of `keep_every` is
+        also kept. Default None (only the latest and the best checkpoints are kept).
+      best: the name of a metric that is passed to `save`. The checkpoint with the best value of the
+        metric is also kept. Default None (no metric).
+      mode: "max" if the largest value of the metric is the best, "min" if the smallest value is the
+        best. Default None: "max" for accuracies, "min" for losses and errors, and other well-known
+        metrics accordingly. For any other metric, `mode` must be given.
 
     Raises:
-      ValueError: `keep` or `keep_every` is less than 1, `mode` is neither "max" nor "min", or `mode` is missing for a
-        metric whose direction fnet does not know.
+      ValueError: `keep` or `keep_every` is less than 1, `mode` is neither "max" nor "min", or
+        `mode` is missing for a metric whose direction fnet does not know.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder, keep=2) as checkpoints:
@@ -106,8 +108,9 @@ class Checkpoints(Reading):
         The lock is held until `close` is called or the process ends.
 
         Raises:
-          CheckpointError: another run uses the folder, or the folder cannot be written to. A CheckpointError is also
-            raised if this process already holds the lock, but the folder has been removed or replaced.
+          CheckpointError: another run uses the folder, or the folder cannot be written to. A
+            CheckpointError is also raised if this process already holds the lock, but the folder
+            has been removed or replaced.
         """
         if jax.process_index() > 0:
             return
@@ -125,7 +128,8 @@ class Checkpoints(Reading):
             raise CheckpointError(f"{error}. Nothing can be saved there") from None
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder}: nothing can be saved here ({reason(error)}): choose another folder, "
+                f"{self.folder}: nothing can be saved here ({reason(error)}): choose another "
+                f"folder, "
                 "or make this one writable"
             ) from None
         with named(self.folder):
@@ -135,22 +139,23 @@ class Checkpoints(Reading):
         """Removes all checkpoints.
 
         Raises:
-          CheckpointError: another run uses the folder, or the folder contains files that do not belong to checkpoints.
-            If `clear` raises a CheckpointError, no file has been removed.
+          CheckpointError: another run uses the folder, or the folder contains files that do not
+            belong to checkpoints. If `clear` raises a CheckpointError, no file has been removed.
         """
         self.wait()
         self.lock()
         if foreign := self._where.foreign():
             raise CheckpointError(
-                f"{self.folder} holds files that are not of checkpoints ({', '.join(foreign[:5])}), "
+                f"{self.folder} holds files that are not of checkpoints "
+                f"({', '.join(foreign[:5])}), "
                 "so no file was removed: remove the folder manually, or choose another workdir"
             )
         self._where.clear()
         self._values.clear()
 
     def _ready(self) -> None:
-        """Locks the folder. Only process 0 holds the lock of the folder. Before the first save, all processes wait
-        until process 0 has locked the folder."""
+        """Locks the folder. Only process 0 holds the lock of the folder. Before the first save, all
+        processes wait until process 0 has locked the folder."""
         if self._shared or jax.process_count() == 1:
             self.lock()
             return
@@ -164,14 +169,15 @@ class Checkpoints(Reading):
             raise problem
         if failed:
             raise CheckpointError(
-                f"{self.folder}: the first process could not lock this folder; its own error states "
+                f"{self.folder}: the first process could not lock this folder; its own error "
+                f"states "
                 "the reason"
             )
         self._shared = True
 
     def _held(self, *, ask: bool = True) -> None:
-        """Raises an error if this run no longer holds the lock of the folder. If `ask` is False, no request is sent to
-        an object store."""
+        """Raises an error if this run no longer holds the lock of the folder. If `ask` is False, no
+        request is sent to an object store."""
         if self._lock is not None and not (self._lock.holds() if ask else self._lock.kept()):
             raise CheckpointError(
                 f"{self.folder}: this folder was removed or replaced, or another run took it over; "
@@ -189,22 +195,24 @@ class Checkpoints(Reading):
     ) -> None:
         """Saves `tree` as the checkpoint of step `step`, in the background.
 
-        `save` waits for the previous save, dispatches a copy of the arrays on the device, and returns. An earlier
-        checkpoint of `step` is replaced. If the save in the background fails, the next call of `save`, `wait` or
-        `close` raises the error.
+        `save` waits for the previous save, dispatches a copy of the arrays on the device, and
+        returns. An earlier checkpoint of `step` is replaced. If the save in the background fails,
+        the next call of `save`, `wait` or `close` raises the error.
 
         Args:
           step: the step, which is also the name of the checkpoint.
           tree: any pytree of JAX arrays, NumPy arrays, PRNG keys and Python numbers.
-          metrics: a dict {name: value} of metrics, including the metric that `best` names. Default None: no metrics.
-          notes: a dict {name: value} of other data to store in the manifest (JSON file) of the checkpoint. The values
+          metrics: a dict {name: value} of metrics, including the metric that `best` names. Default
+          None: no metrics. notes: a dict {name: value} of other data to store in the manifest (JSON
+          file) of the checkpoint. The values
             have JSON types. Default None: no other data.
-          sound: a bool scalar on the device, for example whether all parameters are finite. If `sound` is False, the
-            checkpoint is not saved. Default None: the checkpoint is always saved.
+          sound: a bool scalar on the device, for example whether all parameters are finite. If
+            `sound` is False, the checkpoint is not saved. Default None: the checkpoint is always
+            saved.
 
         Raises:
-          CheckpointError: the folder cannot be written to, another run uses it, or the previous save failed.
-          TypeError: a leaf has an unsupported type.
+          CheckpointError: the folder cannot be written to, another run uses it, or the previous
+          save failed. TypeError: a leaf has an unsupported type.
         """
         leaves = _leaves.paths(tree)
         entries = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
@@ -231,17 +239,19 @@ class Checkpoints(Reading):
     ) -> None:
         """Adds metrics and notes to the manifest (JSON file) of a saved step, in the background.
 
-        A pending save is completed before the manifest is changed. The arrays of the checkpoint are not written again.
-        If `sound` was False in the call of `save`, the step has no checkpoint, and `amend` has no effect.
+        A pending save is completed before the manifest is changed. The arrays of the checkpoint are
+        not written again. If `sound` was False in the call of `save`, the step has no checkpoint,
+        and `amend` has no effect.
 
         Args:
           step: a step that was passed to `save`.
-          metrics, notes: as in `save`. If the manifest of the checkpoint already contains a value with the same name,
-            the value is replaced.
+          metrics, notes: as in `save`. If the manifest of the checkpoint already contains a value
+            with the same name, the value is replaced.
 
         Raises:
-          CheckpointError: the folder has been removed or replaced, or another run has taken it over. If the background
-            thread fails, the next call of `save`, `wait` or `close` raises its error.
+          CheckpointError: the folder has been removed or replaced, or another run has taken it
+            over. If the background thread fails, the next call of `save`, `wait` or `close` raises
+            its error.
         """
         self._held(ask=False)
         if jax.process_index() == 0:

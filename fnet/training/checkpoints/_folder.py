@@ -1,5 +1,5 @@
-"""The checkpoints in a local folder. Checkpoints are committed, renamed and removed in such a way that no complete
-checkpoint is lost if the process is killed."""
+"""The checkpoints in a local folder. Checkpoints are committed, renamed and removed in such a way
+that no complete checkpoint is lost if the process is killed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TEMPORARY = (".saving-", ".deleting-", ".replaced-")
 class Folder:
     """The checkpoints in a local folder. The checkpoint of each step is a subfolder.
 
-    A checkpoint is written to the subfolder .saving-STEP, synced to the disk and renamed. The class `_objects.Objects`
-    has the same methods as `Folder`, for object stores.
+    A checkpoint is written to the subfolder .saving-STEP, synced to the disk and renamed. The class
+    `_objects.Objects` has the same methods as `Folder`, for object stores.
 
     Args:
       folder: the folder that contains the checkpoints of all steps.
@@ -84,13 +84,13 @@ class Folder:
         return f"arrays-{process}.safetensors"
 
     def write_part(self, step: int, process: int, text: str) -> None:
-        """Writes a JSON file that describes the arrays saved by process `process`. Process 0 reads the JSON files of
-        all other processes before it commits the step."""
+        """Writes a JSON file that describes the arrays saved by process `process`. Process 0 reads
+        the JSON files of all other processes before it commits the step."""
         write_whole(self._part(step, process), text.encode())
 
     def take_part(self, step: int, process: int) -> str | None:
-        """Reads and deletes the JSON file that describes the arrays saved by process `process`. Returns the JSON text,
-        or None if the JSON file does not exist yet."""
+        """Reads and deletes the JSON file that describes the arrays saved by process `process`.
+        Returns the JSON text, or None if the JSON file does not exist yet."""
         part = self._part(step, process)
         if not part.exists():
             return None
@@ -106,8 +106,8 @@ class Folder:
         return self.partial(step) / f".part-{process}.json"
 
     def commit(self, step: int, content: Mapping[str, Any], check: Callable[[], None]) -> None:
-        """Writes the manifest (JSON file) of a checkpoint and renames the folder of the checkpoint. An earlier
-        checkpoint of `step` is replaced.
+        """Writes the manifest (JSON file) of a checkpoint and renames the folder of the checkpoint.
+        An earlier checkpoint of `step` is replaced.
 
         Args:
           step: the step.
@@ -155,8 +155,9 @@ class Folder:
         return name
 
     def tidy(self) -> None:
-        """Removes the files of interrupted saves and removals. If a save was interrupted after it had renamed the old
-        checkpoint of the step, but before the new checkpoint replaced it, restores the old checkpoint."""
+        """Removes the files of interrupted saves and removals. If a save was interrupted after it
+        had renamed the old checkpoint of the step, but before the new checkpoint replaced it,
+        restores the old checkpoint."""
         for entry in list(os.scandir(self.folder)):
             if entry.name.startswith((".saving-", ".deleting-")):
                 shutil.rmtree(entry.path, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""A lock for a folder in an object store. The owner must renew the lock regularly, because it expires otherwise."""
+"""A lock for a folder in an object store. The owner must renew the lock regularly, because it
+expires otherwise."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ BEAT, EXPIRY = (
 class Lease:
     """A lock for a folder in an object store.
 
-    A folder in an object store is a set of objects whose keys have a common prefix. The lock is an object in the locked
-    folder. The constructor of `Lease` creates the lock object, and `release` removes it.
+    A folder in an object store is a set of objects whose keys have a common prefix. The lock is an
+    object in the locked folder. The constructor of `Lease` creates the lock object, and `release`
+    removes it.
 
-    A thread of the owner renews the lock every `BEAT` seconds. If the owner has not renewed the lock for `EXPIRY`
-    seconds, as measured by the store's clock, another run can take over the lock by a conditional write. A run on the
-    owner's machine can take over the lock as soon as the owner's process has ended. A run that finds a lock of another
-    run waits until the lock expires. If the waiting run detects that the owner of the lock is still running, the
-    constructor raises `Locked`. An owner that was suspended for longer than `EXPIRY` seconds may have lost the lock,
+    A thread of the owner renews the lock every `BEAT` seconds. If the owner has not renewed the
+    lock for `EXPIRY` seconds, as measured by the store's clock, another run can take over the lock
+    by a conditional write. A run on the owner's machine can take over the lock as soon as the
+    owner's process has ended. A run that finds a lock of another run waits until the lock expires.
+    If the waiting run detects that the owner of the lock is still running, the constructor raises
+    `Locked`. An owner that was suspended for longer than `EXPIRY` seconds may have lost the lock,
     and detects the loss before it writes the manifest of a checkpoint.
 
     Args:
@@ -80,7 +83,8 @@ class Lease:
             time.sleep(0.5)
 
     def _age(self, meta: Meta) -> float:
-        """Returns the number of seconds since the last renewal of the lock, as measured by the object store's clock."""
+        """Returns the number of seconds since the last renewal of the lock, as measured by the
+        object store's clock."""
         probe = self._path.parent / f"{LOCK}-probe-{self._me['owner']}"
         probe.write_bytes(b"")
         try:
@@ -105,8 +109,8 @@ class Lease:
             return False
 
     def kept(self) -> bool:
-        """Returns whether this `Lease` owned the lock when it last tried to renew the lock. Sends no request to the
-        object store."""
+        """Returns whether this `Lease` owned the lock when it last tried to renew the lock. Sends
+        no request to the object store."""
         return not (self._done.is_set() or self._lost.is_set())
 
     def release(self) -> None:
@@ -152,7 +156,8 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _process() -> dict[str, Any]:
-    """Returns values that identify this process. "boot", "namespace" and "started" are available only on Linux."""
+    """Returns values that identify this process. "boot", "namespace" and "started" are available
+    only on Linux."""
     known: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid()}
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -163,8 +168,8 @@ def _process() -> dict[str, Any]:
 
 
 def _started(pid: int) -> str | None:
-    """Returns the start time of a process in kernel ticks, as text, or None if the process does not exist or is a
-    zombie."""
+    """Returns the start time of a process in kernel ticks, as text, or None if the process does not
+    exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -174,7 +179,8 @@ def _started(pid: int) -> str | None:
 
 
 def _alive(owner: dict[str, Any]) -> bool | None:
-    """Returns whether the process that owns a lock is running, or None if this cannot be determined on this machine."""
+    """Returns whether the process that owns a lock is running, or None if this cannot be determined
+    on this machine."""
     here = _process()
     if "started" not in here or any(
         owner.get(name) != here[name] for name in ("boot", "namespace")

@@ -1,4 +1,5 @@
-"""Describes the leaves of a tree in a checkpoint, and compares their dtypes and shapes with the expected ones."""
+"""Describes the leaves of a tree in a checkpoint, and compares their dtypes and shapes with the
+expected ones."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def paths(tree: Any) -> dict[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name in found:
             raise ValueError(
-                f"two leaves of this tree have the path '{name}': rename one, so that no name holds a '/'"
+                f"two leaves of this tree have the path '{name}': rename one, so that no name "
+                f"holds a '/'"
             )
         found[name] = leaf
     return found
@@ -62,7 +64,8 @@ def is_key(leaf: Any) -> bool:
 
 
 def entry(path: str, leaf: Any) -> dict[str, Any]:
-    """Returns the entry of a leaf in a checkpoint's manifest, without the location of the leaf's bytes.
+    """Returns the entry of a leaf in a checkpoint's manifest, without the location of the leaf's
+    bytes.
 
     Raises:
       TypeError: the leaf is not an array, a number or a PRNG key.
@@ -103,9 +106,9 @@ def describe(leaf: Mapping[str, Any]) -> str:
 def mismatches(
     saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: bool = False
 ) -> list[str]:
-    """Compares the leaves of a checkpoint with the leaves of a target tree. Returns a line of text for each leaf that
-    is missing in the checkpoint or in the target, or that differs in shape or dtype. If `cast` is True, the dtype may
-    differ."""
+    """Compares the leaves of a checkpoint with the leaves of a target tree. Returns a line of text
+    for each leaf that is missing in the checkpoint or in the target, or that differs in shape or
+    dtype. If `cast` is True, the dtype may differ."""
     lines = []
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:
@@ -139,8 +142,8 @@ def number_bytes(value: Any) -> np.ndarray:
 
 
 def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
-    """Converts a saved leaf to a Python number, a PRNG key or a JAX array, if no target tree is given. Saved arrays
-    whose dtype JAX would change, such as float64, remain NumPy arrays."""
+    """Converts a saved leaf to a Python number, a PRNG key or a JAX array, if no target tree is
+    given. Saved arrays whose dtype JAX would change, such as float64, remain NumPy arrays."""
     if "python" in saved:
         return number(saved["python"], array.tobytes())
     if "key" in saved:
@@ -151,7 +154,8 @@ def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
 
 
 def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
-    """Converts a saved array to an array with the type, the dtype and the sharding of `leaf`, a target leaf."""
+    """Converts a saved array to an array with the type, the dtype and the sharding of `leaf`, a
+    target leaf."""
     if "key" not in saved and array.dtype != leaf.dtype:
         array = array.astype(leaf.dtype)
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):

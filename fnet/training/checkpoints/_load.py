@@ -1,5 +1,5 @@
-"""Reads the saved states of a run. `load` returns a `Snapshot` and does not need the code of the run. `restore` returns
-the full state."""
+"""Reads the saved states of a run. `load` returns a `Snapshot` and does not need the code of the
+run. `restore` returns the full state."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Snapshot:
       params: the parameters, a tree with the same dicts, lists and tuples as in the run.
       state: the model's other arrays, such as batch statistics; {} if the model has none.
       config: the `config` that was passed to `fit`, as a dict, or None if no `config` was passed.
-      metrics: the metrics of the evaluations at `step`, such as {"validation/accuracy": 0.97}; {} if there was no
-        evaluation.
+      metrics: the metrics of the evaluations at `step`, such as {"validation/accuracy": 0.97}; {}
+        if there was no evaluation.
       ema: the moving average of the parameters, or None.
 
     >>> snapshot = tr.Snapshot(step=10, params={"w": jnp.ones(3)}, state={}, config=None, metrics={})
@@ -44,31 +44,33 @@ class Snapshot:
 
     @property
     def averaged(self) -> Any:
-        """The parameters for evaluation: the moving average in the dtypes of `params` if there is one, otherwise
-        `params`."""
+        """The parameters for evaluation: the moving average in the dtypes of `params` if there is
+        one, otherwise `params`."""
         return self.params if self.ema is None else narrowed(self.ema, self.params)
 
 
 def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
     """Loads the best state of a run, the last state, or the state of a given step.
 
-    `load` does not need the code that created the state. `load` verifies every byte of the checkpoint. The files of a
-    checkpoint contain only JSON and arrays, and `load` executes nothing in them.
+    `load` does not need the code that created the state. `load` verifies every byte of the
+    checkpoint. The files of a checkpoint contain only JSON and arrays, and `load` executes nothing
+    in them.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      which: "best", "last" or the number of a step. "best" is the state with the best value of the metric that was
-        passed to `fit(best=)` or `fit(early_stop=)`. Default "last".
+      which: "best", "last" or the number of a step. "best" is the state with the best value of the
+        metric that was passed to `fit(best=)` or `fit(early_stop=)`. Default "last".
 
     Returns:
-      A `Snapshot`. If the saved state has a part "params", as a `TrainState` has, `Snapshot.params` is this part.
+      A `Snapshot`. If the saved state has a part "params", as a `TrainState` has, `Snapshot.params`
+      is this part.
       If the saved state has no part "params", `Snapshot.params` is the complete state.
 
     Raises:
       FileNotFoundError: `workdir` contains no run, or the step was not saved.
-      CheckpointError: the checkpoint is damaged, or `which` is "best" and there is no best state. A run has a best
-        state only if a metric was passed to `fit(best=)` or `fit(early_stop=)`, and this metric is finite in at least
-        one checkpoint.
+      CheckpointError: the checkpoint is damaged, or `which` is "best" and there is no best state. A
+        run has a best state only if a metric was passed to `fit(best=)` or `fit(early_stop=)`, and
+        this metric is finite in at least one checkpoint.
       ValueError: `which` is neither "best" nor "last" nor a number.
 
     Example:
@@ -99,19 +101,20 @@ def restore(
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      like: a state with the structure of the saved state, such as `TrainState.create(...)`. The leaves of `like` may be
-          `jax.ShapeDtypeStruct`s instead of arrays.
+      like: a state with the structure of the saved state, such as `TrainState.create(...)`. The
+          leaves of `like` may be `jax.ShapeDtypeStruct`s instead of arrays.
       which: "best", "last" or the number of a step, as for `load`. Default "last".
-      cast: whether to convert the saved leaves to the dtypes of the leaves of `like`. Default False: a different dtype
-        raises an error.
+      cast: whether to convert the saved leaves to the dtypes of the leaves of `like`. Default
+        False: a different dtype raises an error.
 
     Returns:
-      The saved state. To continue the training in another workdir, pass the saved state to `fit(step, state, ...)`.
+      The saved state. To continue the training in another workdir, pass the saved state to
+      `fit(step, state, ...)`.
 
     Raises:
       FileNotFoundError, ValueError: as for `load`.
-      CheckpointError: as for `load`. A CheckpointError is also raised if saved leaves differ from `like` in name, shape
-        or dtype. The error message lists the leaves that differ.
+      CheckpointError: as for `load`. A CheckpointError is also raised if saved leaves differ from
+        `like` in name, shape or dtype. The error message lists the leaves that differ.
 
     >>> import tempfile
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))

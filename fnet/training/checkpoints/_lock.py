@@ -1,5 +1,5 @@
-"""The lock of a local folder, which allows one run at a time. The lock is released when the process that holds it
-ends."""
+"""The lock of a local folder, which allows one run at a time. The lock is released when the process
+that holds it ends."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Locked(Exception):
 
 
 class Lock:
-    """The lock of a folder. The lock is held until `release` is called or the process ends, for example because it is
-    killed.
+    """The lock of a folder. The lock is held until `release` is called or the process ends, for
+    example because it is killed.
 
     Args:
       folder: the folder, which must exist.
@@ -72,8 +72,8 @@ class Lock:
     kept = holds  # no request is necessary
 
     def fileno(self) -> int:
-        """Returns the file descriptor of the lock. If the descriptor is passed to a child process (`pass_fds` of
-        `subprocess.Popen`), the lock is held until both processes have ended."""
+        """Returns the file descriptor of the lock. If the descriptor is passed to a child process
+        (`pass_fds` of `subprocess.Popen`), the lock is held until both processes have ended."""
         return self._file.fileno()
 
     def release(self) -> None:
@@ -85,7 +85,8 @@ _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """Closes the lock files in a forked child, so that the child does not keep the lock after its parent has ended."""
+    """Closes the lock files in a forked child, so that the child does not keep the lock after its
+    parent has ended."""
     for lock in list(_HELD):
         lock._file.close()
 

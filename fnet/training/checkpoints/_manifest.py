@@ -1,12 +1,14 @@
-"""The files of a checkpoint: safetensors files with the arrays, and the manifest with checksums that cover every byte.
+"""The files of a checkpoint: safetensors files with the arrays, and the manifest with checksums
+that cover every byte.
 
-Each process writes its arrays to one safetensors file, which other frameworks can read. `manifest.json` contains the
-number of the step, the size and the CRC-32 of each file, and the dtype and the shape of each leaf (for a Python number,
-its type). For each shard of a leaf, `manifest.json` contains the file, the byte range in the file, the index in the
-leaf and the CRC-32 of the shard.
-The last field of the manifest is a BLAKE2b checksum of all bytes before this field. BLAKE2b is used only for the
-manifest, which is short. The checksum of the arrays is CRC-32, which is twice as fast as BLAKE2b and detects every
-error that affects at most 32 neighboring bits.
+Each process writes its arrays to one safetensors file, which other frameworks can read.
+`manifest.json` contains the number of the step, the size and the CRC-32 of each file, and the dtype
+and the shape of each leaf (for a Python number, its type). For each shard of a leaf,
+`manifest.json` contains the file, the byte range in the file, the index in the leaf and the CRC-32
+of the shard.
+The last field of the manifest is a BLAKE2b checksum of all bytes before this field. BLAKE2b is used
+only for the manifest, which is short. The checksum of the arrays is CRC-32, which is twice as fast
+as BLAKE2b and detects every error that affects at most 32 neighboring bits.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ _PYTHON = {
 
 
 class Damaged(Exception):
-    """The files of a checkpoint differ from the files that were written. The error message names the damaged file or
-    leaf."""
+    """The files of a checkpoint differ from the files that were written. The error message names
+    the damaged file or leaf."""
 
 
 def write_arrays(
@@ -71,8 +73,9 @@ def write_arrays(
     A local file is synced to the disk (`os.fsync`).
 
     Returns:
-      Two values: a dict with the size and the CRC-32 of the file, and a list of dicts {"at": [begin, end], "crc32":
-      checksum}. Each dict of the list contains the byte range and the CRC-32 of one array in the file.
+      Two values: a dict with the size and the CRC-32 of the file, and a list of dicts {"at":
+      [begin, end], "crc32": checksum}. Each dict of the list contains the byte range and the CRC-32
+      of one array in the file.
     """
     header, places, at = {}, [], 0
     for name, array in arrays:
@@ -119,7 +122,8 @@ class _Buffers(list):
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:
-    """Returns the bytes of the array in little-endian order, without a copy if the array already has this order."""
+    """Returns the bytes of the array in little-endian order, without a copy if the array already
+    has this order."""
     array = np.ascontiguousarray(array)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
@@ -129,8 +133,8 @@ def raw_bytes(array: np.ndarray) -> memoryview:
 def joined(before: int, own: int, raw: Any) -> int:
     """Returns the CRC-32 of two concatenated sequences of bytes.
 
-    `before` is the CRC-32 of the first sequence of bytes. `raw` is the second sequence of bytes, and `own` is the
-    CRC-32 of `raw`.
+    `before` is the CRC-32 of the first sequence of bytes. `raw` is the second sequence of bytes,
+    and `own` is the CRC-32 of `raw`.
 
     Source: zlib's crc32_combine, which multiplies polynomials over GF(2).
     """
@@ -180,7 +184,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs a folder to the disk, so that new and renamed files in it are not lost if the machine loses power."""
+    """Syncs a folder to the disk, so that new and renamed files in it are not lost if the machine
+    loses power."""
     with contextlib.suppress(PermissionError):  # Windows cannot open folders
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -217,8 +222,9 @@ def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
 
 
 def _check(content):
-    """Checks that a manifest is consistent, because it may be untrusted. After this check, reading a checkpoint cannot
-    allocate more memory for the leaves than the total size of the checkpoint's files."""
+    """Checks that a manifest is consistent, because it may be untrusted. After this check, reading
+    a checkpoint cannot allocate more memory for the leaves than the total size of the checkpoint's
+    files."""
 
     def natural(value):
         if type(value) is not int or not 0 <= value < 1 << 62:
@@ -227,7 +233,8 @@ def _check(content):
 
     if (content["format"], content["version"]) != (FORMAT, VERSION):
         raise ValueError(
-            f"it is of format {content['format']!r}, version {content['version']!r}; this fnet reads "
+            f"it is of format {content['format']!r}, version {content['version']!r}; this fnet "
+            f"reads "
             f"{FORMAT!r}, version {VERSION}"
         )
     natural(content["step"])
@@ -282,12 +289,13 @@ def _check(content):
 def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
     """Opens a regular file or an object for reading. Yields (file, size).
 
-    Links and pipes raise an error: a link may point to any file of the machine, and reading from a pipe may never end.
+    Links and pipes raise an error: a link may point to any file of the machine, and reading from a
+    pipe may never end.
 
     Raises:
       Damaged: the file is missing, or a local file cannot be read.
-      OSError: reading is not permitted, or the object store cannot be reached. An OSError does not mean that the file
-        is damaged.
+      OSError: reading is not permitted, or the object store cannot be reached. An OSError does not
+        mean that the file is damaged.
     """
     if isinstance(path, StorePath):
         try:
@@ -322,7 +330,8 @@ def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
 
 
 class _Whole(Readable):
-    """An unbuffered file. `read` and `readinto` return fewer bytes than requested only at the end of the file."""
+    """An unbuffered file. `read` and `readinto` return fewer bytes than requested only at the end
+    of the file."""
 
     def __init__(self, file):
         self._file = file
@@ -338,8 +347,8 @@ class _Whole(Readable):
 
 
 def read_leaves(folder: Path | StorePath, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a dict {path: array} of all leaves of a checkpoint. A Python number is returned as an array of its bytes.
-    Every byte of every file is verified.
+    """Returns a dict {path: array} of all leaves of a checkpoint. A Python number is returned as an
+    array of its bytes. Every byte of every file is verified.
 
     Raises:
       Damaged: a file or a leaf is damaged; the message names it.

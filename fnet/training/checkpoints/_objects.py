@@ -1,5 +1,5 @@
-"""The checkpoints under a prefix of an object store. A checkpoint is complete once its manifest (JSON file) has been
-written."""
+"""The checkpoints under a prefix of an object store. A checkpoint is complete once its manifest
+(JSON file) has been written."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class Objects:
-    """The checkpoints in an object store. The names of the objects of a checkpoint begin with a prefix that belongs to
-    this checkpoint alone. The class has the same methods as `_folder.Folder`.
+    """The checkpoints in an object store. The names of the objects of a checkpoint begin with a
+    prefix that belongs to this checkpoint alone. The class has the same methods as
+    `_folder.Folder`.
 
-    A save first writes the arrays to objects with new names, so the arrays of an existing checkpoint are never
-    overwritten. After the arrays, a save writes manifest.json with a conditional write, which succeeds only if no other
-    process has created or changed manifest.json in the meantime. A prefix without a manifest.json is not a checkpoint.
+    A save first writes the arrays to objects with new names, so the arrays of an existing
+    checkpoint are never overwritten. After the arrays, a save writes manifest.json with a
+    conditional write, which succeeds only if no other process has created or changed manifest.json
+    in the meantime. A prefix without a manifest.json is not a checkpoint.
 
     Args:
       folder: the prefix of the checkpoints of all steps.
@@ -33,8 +35,8 @@ class Objects:
         self.folder = folder
 
     def _names(self) -> dict[str, list[str]]:
-        """Returns a dict {first part: [rest, ...]} of the names of all objects, which are split at the first slash. The
-        first part of an object's name is usually the number of a step."""
+        """Returns a dict {first part: [rest, ...]} of the names of all objects, which are split at
+        the first slash. The first part of an object's name is usually the number of a step."""
         names: dict[str, list[str]] = {}
         for key in self.folder.keys():
             first, _, rest = key.partition("/")
@@ -111,11 +113,12 @@ class Objects:
                 (self.partial(step) / name).unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Abandons a checkpoint that could not be committed, so that the other processes no longer wait for it.
+        """Abandons a checkpoint that could not be committed, so that the other processes no longer
+        wait for it.
 
-        `discard` keeps the arrays, because the checkpoint may be complete. For example, the object store may have
-        written the manifest (JSON file), although its response was lost. If the manifest does not exist, or does not
-        list the arrays, `tidy` removes the arrays."""
+        `discard` keeps the arrays, because the checkpoint may be complete. For example, the object
+        store may have written the manifest (JSON file), although its response was lost. If the
+        manifest does not exist, or does not list the arrays, `tidy` removes the arrays."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):
@@ -138,7 +141,8 @@ class Objects:
                 self._remove(name)
 
     def set_aside(self, step: int) -> str:
-        """Renames a damaged checkpoint: copies its objects inside the object store, and removes the originals."""
+        """Renames a damaged checkpoint: copies its objects inside the object store, and removes the
+        originals."""
         names, name, number = self._names(), f"{step}.damaged", 2
         while name in names:
             name, number = f"{step}.damaged-{number}", number + 1
@@ -148,9 +152,9 @@ class Objects:
         return name
 
     def tidy(self) -> None:
-        """Removes the objects that remain after an interrupted save or removal of a checkpoint. If a checkpoint has no
-        manifest (JSON file), `tidy` removes all objects of the checkpoint. If a checkpoint has a manifest, `tidy`
-        removes only objects that the manifest does not list."""
+        """Removes the objects that remain after an interrupted save or removal of a checkpoint. If
+        a checkpoint has no manifest (JSON file), `tidy` removes all objects of the checkpoint. If a
+        checkpoint has a manifest, `tidy` removes only objects that the manifest does not list."""
         for name, inside in self._names().items():
             if not name.isdecimal() or inside == [""]:
                 continue

@@ -20,7 +20,8 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, written or used. The message of a CheckpointError says what to do.
+    """A checkpoint cannot be read, written or used. The message of a CheckpointError says what to
+    do.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder) as checkpoints:
@@ -50,8 +51,8 @@ class CheckpointWarning(UserWarning):
 
 
 class Reading:
-    """The methods of `Checkpoints` that read checkpoints. The methods of `Reading` change the folder only to rename
-    damaged checkpoints."""
+    """The methods of `Checkpoints` that read checkpoints. The methods of `Reading` change the
+    folder only to rename damaged checkpoints."""
 
     folder: Path | StorePath
     _where: Folder | Objects
@@ -71,7 +72,8 @@ class Reading:
             return self._where.steps()
 
     def damaged(self) -> list[str]:
-        """Returns the names of the folders of damaged checkpoints, such as "400.damaged" for step 400."""
+        """Returns the names of the folders of damaged checkpoints, such as "400.damaged" for step
+        400."""
         with named(self.folder):
             return self._where.damaged()
 
@@ -92,7 +94,8 @@ class Reading:
         return min(finite, key=lambda step: (sign * values[step], step), default=None)
 
     def notes(self, step: int | None = None) -> dict[str, Any]:
-        """Returns the notes that were passed to `save` for a step. If `step` is None, the latest checkpoint is used.
+        """Returns the notes that were passed to `save` for a step. If `step` is None, the latest
+        checkpoint is used.
 
         Raises:
           FileNotFoundError, CheckpointError: as for `restore`.
@@ -106,27 +109,32 @@ class Reading:
     def restore(
         self, target: Any, step: int | None = None, *, cast: bool = False, part: str = ""
     ) -> Any:
-        """Returns the tree that was saved at `step`, with the structure, shardings and leaf types of `target`.
+        """Returns the tree that was saved at `step`, with the structure, shardings and leaf types
+        of `target`.
 
-        If a checkpoint is being saved in the background, `restore` waits until the save is complete. If `step` is None,
-        `restore` returns the newest undamaged checkpoint. If newer checkpoints are damaged, `restore` renames them to
-        STEP.damaged, and issues a `CheckpointWarning`. `restore` never deletes damaged checkpoints.
+        If a checkpoint is being saved in the background, `restore` waits until the save is
+        complete. If `step` is None, `restore` returns the newest undamaged checkpoint. If newer
+        checkpoints are damaged, `restore` renames them to STEP.damaged, and issues a
+        `CheckpointWarning`. `restore` never deletes damaged checkpoints.
 
         Args:
-          target: a tree with the structure of the saved tree. The leaves of `target` may be `jax.ShapeDtypeStruct`
-            objects instead of arrays. The restored arrays get the shardings of `target`. The numbers of devices and
-            processes may differ from the numbers at the time of saving. With several processes, each process reads and
-            verifies only the shards that its devices need.
+          target: a tree with the structure of the saved tree. The leaves of `target` may be
+            `jax.ShapeDtypeStruct` objects instead of arrays. The restored arrays get the shardings
+            of `target`. The numbers of devices and processes may differ from the numbers at the
+            time of saving. With several processes, each process reads and verifies only the shards
+            that its devices need.
           step: the step of the checkpoint. Default None: the newest undamaged checkpoint.
-          cast: whether to convert each saved leaf to the dtype of the leaf in `target`. If `cast` is False, and the
-            dtype of a saved leaf differs from the dtype in `target`, an error is raised. Default False.
-          part: the path of the subtree to restore, such as "state". `target` must have the structure of the subtree
-            `part`. Default "": the complete saved tree.
+          cast: whether to convert each saved leaf to the dtype of the leaf in `target`. If `cast`
+            is False, and the dtype of a saved leaf differs from the dtype in `target`, an error is
+            raised. Default False.
+          part: the path of the subtree to restore, such as "state". `target` must have the
+            structure of the subtree `part`. Default "": the complete saved tree.
 
         Raises:
           FileNotFoundError: the requested checkpoint does not exist.
-          CheckpointError: no checkpoint can be read, or the checkpoint differs from `target` in the name, shape or
-            dtype of a leaf. The message lists all differences. `restore` never silently omits or initializes a leaf.
+          CheckpointError: no checkpoint can be read, or the checkpoint differs from `target` in the
+            name, shape or dtype of a leaf. The message lists all differences. `restore` never
+            silently omits or initializes a leaf.
         """
         return self._newest(step, lambda step: self._read(step, target, cast, part))
 
@@ -136,7 +144,8 @@ class Reading:
         Returns (manifest, tree). The tree consists of dicts, lists, tuples, arrays and numbers.
 
         Args:
-          step: the step of the checkpoint. Default None: the newest undamaged checkpoint, as for `restore`.
+          step: the step of the checkpoint. Default None: the newest undamaged checkpoint, as for
+              `restore`.
 
         Raises:
           FileNotFoundError, CheckpointError: as for `restore`.
@@ -144,8 +153,9 @@ class Reading:
         return self._newest(step, self._plain)
 
     def _newest(self, step: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
-        """Returns the tree of the checkpoint of `step`, or of the newest undamaged checkpoint if `step` is None.
-        `read(step)` reads and verifies the files, and returns a function without arguments that builds the tree."""
+        """Returns the tree of the checkpoint of `step`, or of the newest undamaged checkpoint if
+        `step` is None. `read(step)` reads and verifies the files, and returns a function without
+        arguments that builds the tree."""
         if jax.process_count() > 1:
             return self._together(step, read)
         if step is not None:
@@ -165,8 +175,8 @@ class Reading:
         raise self._none_good(failed)
 
     def _together(self, wanted: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
-        """`_newest` for several processes. Process 0 selects the step, and every process must read its shards
-        successfully."""
+        """`_newest` for several processes. Process 0 selects the step, and every process must read
+        its shards successfully."""
         me, failed, tried = jax.process_index(), [], []
         while True:
             step = self._there(wanted) if wanted is not None else self._candidate(tried)
@@ -197,8 +207,9 @@ class Reading:
             )
 
     def _candidate(self, tried: list[int]) -> int:
-        """Returns the newest checkpointed step that is not in `tried`, or -1 if there is no such step. Process 0 reads
-        the steps of all checkpoints from the folder, and sends the selected step to the other processes."""
+        """Returns the newest checkpointed step that is not in `tried`, or -1 if there is no such
+        step. Process 0 reads the steps of all checkpoints from the folder, and sends the selected
+        step to the other processes."""
         if jax.process_index() > 0:
             if (step := _shards.first_says(0)) == -2:
                 raise CheckpointError(
@@ -214,11 +225,13 @@ class Reading:
         return _shards.first_says(step)
 
     def verify(self, step: int | None = None) -> int:
-        """Reads and verifies a checkpoint, and returns its step. If `step` is None, the newest checkpoint is verified.
+        """Reads and verifies a checkpoint, and returns its step. If `step` is None, the newest
+        checkpoint is verified.
 
         Raises:
           FileNotFoundError: the requested checkpoint does not exist.
-          CheckpointError: the checkpoint is damaged. The error message names the damaged file or leaf.
+          CheckpointError: the checkpoint is damaged. The error message names the damaged file or
+              leaf.
         """
         step = self._there(step)
         try:
@@ -305,7 +318,8 @@ class Reading:
     def _warn(self, failed: list[str], step: int) -> None:
         if failed:
             warnings.warn(
-                f"{self.folder}: {'; '.join(failed)}; going on from step {step}, the newest that is whole",
+                f"{self.folder}: {'; '.join(failed)}; going on from step {step}, the newest that "
+                f"is whole",
                 CheckpointWarning,
                 stacklevel=4,
             )
@@ -349,8 +363,9 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def named(folder: Path | StorePath) -> Iterator[None]:
-    """Returns a context manager that raises a CheckpointError if the body of the `with` statement raises an OSError.
-    The message of the CheckpointError names the folder or, for the OSError of an object store, the URL."""
+    """Returns a context manager that raises a CheckpointError if the body of the `with` statement
+    raises an OSError. The message of the CheckpointError names the folder or, for the OSError of an
+    object store, the URL."""
     try:
         yield
     except StorageError as error:

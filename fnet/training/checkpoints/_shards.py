@@ -18,8 +18,8 @@ Box = tuple[tuple[int, int], ...]  # (begin, end) along each axis
 
 
 class Shards:
-    """The parts of an array that this process needs. `shards[index]` returns one part, where `index` is the position of
-    the part in the complete array."""
+    """The parts of an array that this process needs. `shards[index]` returns one part, where
+    `index` is the position of the part in the complete array."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, parts: Mapping[Box, np.ndarray]):
         self.shape, self.dtype, self._parts = shape, dtype, parts
@@ -38,8 +38,8 @@ def _box(index, shape) -> Box:
 
 
 def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
-    """Returns the parts of a leaf that are on the devices of this process, or None if this process needs the complete
-    leaf."""
+    """Returns the parts of a leaf that are on the devices of this process, or None if this process
+    needs the complete leaf."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.is_fully_addressable or _leaves.is_key(leaf):
         return None
@@ -51,16 +51,18 @@ def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
 def read(
     folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Reads those leaves of a checkpoint whose paths are keys of `target`. Returns a dict that maps the path of each
-    leaf to the complete array, or to a `Shards` object if this process needs only parts of the array.
+    """Reads those leaves of a checkpoint whose paths are keys of `target`. Returns a dict that maps
+    the path of each leaf to the complete array, or to a `Shards` object if this process needs only
+    parts of the array.
 
-    A shard is read only if it contains a part of a leaf that this process needs. A shard is always read completely,
-    because its checksum covers all of its bytes.
+    A shard is read only if it contains a part of a leaf that this process needs. A shard is always
+    read completely, because its checksum covers all of its bytes.
 
     Args:
       folder: the folder of one checkpoint.
       content: the manifest of the checkpoint.
-      target: a dict of the leaves of the target tree. The keys are the paths of the leaves in the manifest.
+      target: a dict of the leaves of the target tree. The keys are the paths of the leaves in the
+          manifest.
 
     Raises:
       Damaged: a file or a leaf is damaged; the message names it.
@@ -142,9 +144,9 @@ def _inside(common: Box, box: Box) -> tuple[slice, ...]:
 
 
 def together(problem: BaseException | None) -> np.ndarray:
-    """Returns an array with a code for each process: 0 if the process has read its shards, 1 if it has found damage,
-    and 2 if any other error has occurred. `problem` is the error of this process, or None. Every process must call
-    `together`."""
+    """Returns an array with a code for each process: 0 if the process has read its shards, 1 if it
+    has found damage, and 2 if any other error has occurred. `problem` is the error of this process,
+    or None. Every process must call `together`."""
     from jax.experimental import multihost_utils
 
     code = 0 if problem is None else 1 if isinstance(problem, Damaged) else 2

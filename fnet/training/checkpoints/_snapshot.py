@@ -1,4 +1,5 @@
-"""Copies a tree before further training changes it, and selects the parts of the copy that this process writes."""
+"""Copies a tree before further training changes it, and selects the parts of the copy that this
+process writes."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from fnet.training.checkpoints import _leaves
 
 
 class Piece(NamedTuple):
-    """An array to write: a complete leaf, or one part of a leaf. `index` is (begin, end) of the part along each axis,
-    or None for a complete leaf."""
+    """An array to write: a complete leaf, or one part of a leaf. `index` is (begin, end) of the
+    part along each axis, or None for a complete leaf."""
 
     path: str
     name: str
@@ -30,11 +31,12 @@ def _twins(arrays):
 def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of each leaf of a state.
 
-    Device arrays are copied on the device, without waiting for the copy. Host arrays are copied on the host. A
-    background thread writes the copies to disk while the training continues. The original arrays cannot be written in
-    the background, because their buffers may be donated to the next step, which then overwrites them. If the device has
-    too little memory for the copies, its arrays are copied to the host. The copy to the host waits until the device has
-    computed the state.
+    Device arrays are copied on the device, without waiting for the copy. Host arrays are copied on
+    the host. A background thread writes the copies to disk while the training continues. The
+    original arrays cannot be written in the background, because their buffers may be donated to the
+    next step, which then overwrites them. If the device has too little memory for the copies, its
+    arrays are copied to the host. The copy to the host waits until the device has computed the
+    state.
     """
     copies: dict[str, Any] = {}
     places: dict[Any, list[str]] = {}
@@ -58,11 +60,12 @@ def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pieces(copies: Mapping[str, Any]) -> list[Piece]:
-    """Returns the arrays that this process writes to a checkpoint. If a run has only one process, this process writes
-    every leaf. If a run has several processes, each process writes the parts of the leaves on its devices.
+    """Returns the arrays that this process writes to a checkpoint. If a run has only one process,
+    this process writes every leaf. If a run has several processes, each process writes the parts of
+    the leaves on its devices.
 
-    If several devices have replicas of a part of a leaf, only the first replica is written. Leaves that are not
-    distributed are written by process 0.
+    If several devices have replicas of a part of a leaf, only the first replica is written. Leaves
+    that are not distributed are written by process 0.
     """
     made = []
     for path, copy in copies.items():

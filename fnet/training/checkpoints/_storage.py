@@ -1,8 +1,9 @@
-"""Storage of runs: a local folder (`pathlib.Path`), or objects under a prefix of S3, GCS or Azure (`StorePath`).
+"""Storage of runs: a local folder (`pathlib.Path`), or objects under a prefix of S3, GCS or Azure
+(`StorePath`).
 
-`location` converts a path or a URL to a `Path` or a `StorePath`. A `StorePath` has the methods of `Path` that fnet
-uses, and methods that only an object store needs, such as the conditional writes `create` and `replace`. An object in
-an object store is written completely or not at all.
+`location` converts a path or a URL to a `Path` or a `StorePath`. A `StorePath` has the methods of
+`Path` that fnet uses, and methods that only an object store needs, such as the conditional writes
+`create` and `replace`. An object in an object store is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ _LIMIT = 60.0  # seconds after which there is no further attempt, if a server do
 
 
 class StorageError(OSError):
-    """An object store cannot be reached or refuses a request. The error message names the URL and says what to do."""
+    """An object store cannot be reached or refuses a request. The error message names the URL and
+    says what to do."""
 
 
 def location(where: str | os.PathLike) -> Path | StorePath:
     """Converts a path or a URL to a `Path` or a `StorePath`.
 
     Args:
-      where: a local path, or a URL: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or
-        memory://name/prefix. Objects in memory:// are lost when the process ends.
+      where: a local path, or a URL: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix,
+        or memory://name/prefix. Objects in memory:// are lost when the process ends.
 
     Raises:
       ValueError: the URL has an unsupported scheme, no bucket, or "." or ".." in its path.
@@ -71,7 +73,8 @@ def location(where: str | os.PathLike) -> Path | StorePath:
 
 
 def write_whole(path: Path | StorePath, data: bytes) -> None:
-    """Writes a file or object. Readers find the old or the new content of the file, never a part of it."""
+    """Writes a file or object. Readers find the old or the new content of the file, never a part of
+    it."""
     new = path if isinstance(path, StorePath) else path.with_name(f"{path.name}.new")
     new.write_bytes(data)
     if new is not path:
@@ -131,8 +134,9 @@ class Meta:
 
     Fields:
       size: the size in bytes.
-      version: a dict that identifies the version of the object, with the keys "e_tag" and "version" if the store
-        provides them. `StorePath.replace` writes an object only if its version is unchanged.
+      version: a dict that identifies the version of the object, with the keys "e_tag" and "version"
+        if the store provides them. `StorePath.replace` writes an object only if its version is
+        unchanged.
       modified: the time of the last write in seconds, by the clock of the object store.
     """
 
@@ -240,8 +244,8 @@ class StorePath:
         self.write_bytes(text.encode())
 
     def write_parts(self, parts: Iterable[Any]) -> None:
-        """Writes the buffers in `parts` as one object, in the order of `parts`. `parts` must be iterable more than
-        once."""
+        """Writes the buffers in `parts` as one object, in the order of `parts`. `parts` must be
+        iterable more than once."""
         total = sum(len(part) for part in parts)
         if total <= _CHUNK:
             data = b"".join(parts)
@@ -254,19 +258,21 @@ class StorePath:
         self._do(lambda: self._store.put(self.key, pieces(), chunk_size=chunk, max_concurrency=4))
 
     def create(self, data: bytes) -> Meta | None:
-        """Writes the object if it does not exist, and returns its metadata. Returns None if it exists."""
+        """Writes the object if it does not exist, and returns its metadata. Returns None if it
+        exists."""
         return self._conditional(data, "create")
 
     def replace(self, data: bytes, before: Meta) -> Meta | None:
-        """Overwrites the object if its version is still the version in the metadata `before`. Returns the new metadata,
-        or None if the object has changed."""
+        """Overwrites the object if its version is still the version in the metadata `before`.
+        Returns the new metadata, or None if the object has changed."""
         return self._conditional(data, before.version)
 
     def _conditional(self, data: bytes, mode: Any) -> Meta | None:
-        """Writes the object if the condition `mode` is met. `mode` is "create" (the object must not exist yet) or the
-        version that the existing object must have. If the response to a successful write is lost, the write is
-        repeated, and the store refuses the repeated write. Therefore, if the store refuses a write, the content of the
-        object is compared with `data`."""
+        """Writes the object if the condition `mode` is met. `mode` is "create" (the object must not
+        exist yet) or the version that the existing object must have. If the response to a
+        successful write is lost, the write is repeated, and the store refuses the repeated write.
+        Therefore, if the store refuses a write, the content of the object is compared with
+        `data`."""
         from obstore import exceptions as refusals
 
         try:
@@ -297,11 +303,12 @@ class StorePath:
         self._do(self._store.copy, self.key, to.key)
 
     def _do(self, request: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Executes a request, repeats it after temporary failures, and converts errors to `StorageError`.
+        """Executes a request, repeats it after temporary failures, and converts errors to
+        `StorageError`.
 
-        obstore itself repeats requests after 5xx errors, and repeats read requests after a timeout or a closed
-        connection. `_do` also repeats write requests whose response was lost, and all requests whose response was
-        incomplete.
+        obstore itself repeats requests after 5xx errors, and repeats read requests after a timeout
+        or a closed connection. `_do` also repeats write requests whose response was lost, and all
+        requests whose response was incomplete.
         """
         from obstore import exceptions as refusals
 
@@ -346,8 +353,8 @@ def _version(known: Any) -> dict[str, str]:
 
 
 def _brief(error: Exception) -> str:
-    """Returns one line that describes an error of obstore. The text of an obstore error is long: it contains XML and
-    the client's configuration."""
+    """Returns one line that describes an error of obstore. The text of an obstore error is long: it
+    contains XML and the client's configuration."""
     text = str(error).split("\n\nDebug source:")[0]
     code = re.search(r"status code: (\d{3}[^:<\n]*)", text)
     if code:
@@ -371,7 +378,8 @@ class Readable:
 
 
 class Reader(Readable):
-    """A reader of an object in an object store, with `read` and `seek`, and with a buffer for small reads."""
+    """A reader of an object in an object store, with `read` and `seek`, and with a buffer for small
+    reads."""
 
     _AHEAD = 4 << 20
 

@@ -1,4 +1,5 @@
-"""The structure of a tree as JSON, so that a checkpoint can be read without the code that created the tree."""
+"""The structure of a tree as JSON, so that a checkpoint can be read without the code that created
+the tree."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _LEAF = 1  # None is null; a dict {"dict": {...}}, a list {"list": [...]}, a tup
 
 
 def describe(tree: Any) -> Any:
-    """Returns the structure of `tree`. Named tuples, dataclasses and other containers that are not a dict, list or
-    tuple become dicts of their fields."""
+    """Returns the structure of `tree`. Named tuples, dataclasses and other containers that are not
+    a dict, list or tuple become dicts of their fields."""
     if tree is None:
         return None
     if jax.tree_util.all_leaves([tree]):
@@ -30,8 +31,8 @@ def _name(path):
 
 
 def build(structure: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
-    """Builds the tree that `structure` describes. `leaves` is a dict of the leaves of the tree, with their paths as
-    keys.
+    """Builds the tree that `structure` describes. `leaves` is a dict of the leaves of the tree,
+    with their paths as keys.
 
     Raises:
       ValueError: `structure` does not have the format that `describe` returns.
@@ -53,7 +54,8 @@ def build(structure: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
 
 
 def nested(leaves: Mapping[str, Any]) -> Any:
-    """Converts a dict {path: leaf} to nested dicts, for checkpoints whose manifest.json does not describe the tree."""
+    """Converts a dict {path: leaf} to nested dicts, for checkpoints whose manifest.json does not
+    describe the tree."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if not path:

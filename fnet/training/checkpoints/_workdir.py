@@ -14,17 +14,20 @@ CHECKPOINTS, PLAN = "checkpoints", "plan.txt"
 
 
 def clear(workdir: str | os.PathLike) -> None:
-    """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt. All other files are kept.
+    """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt. All other
+    files are kept.
 
-    To start a run again from its first step, use `fit(..., restart=True)` instead. `restart=True` is safer than
-    removing the folder, because it removes the old run only after `fit` has checked the arguments of the new run.
+    To start a run again from its first step, use `fit(..., restart=True)` instead. `restart=True`
+    is safer than removing the folder, because it removes the old run only after `fit` has checked
+    the arguments of the new run.
 
     Args:
       workdir: the folder of the run, as a path or a URL. The folder does not have to exist.
 
     Raises:
-      CheckpointError: a training run uses the folder, or the subfolder checkpoints/ contains files that do not belong
-        to checkpoints. If `clear` raises a CheckpointError, nothing has been removed.
+      CheckpointError: a training run uses the folder, or the subfolder checkpoints/ contains files
+        that do not belong to checkpoints. If `clear` raises a CheckpointError, nothing has been
+        removed.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -25,21 +25,22 @@ def write(
     copies: Mapping[str, Any],
     hurry: threading.Event,
 ) -> dict[str, Any] | None:
-    """Writes the shards of this process to the files of a checkpoint. Process 0 also waits for the shards of the other
-    processes.
+    """Writes the shards of this process to the files of a checkpoint. Process 0 also waits for the
+    shards of the other processes.
 
     Args:
       steps: the folder or object store of the checkpoints.
       head: the first fields of the checkpoint's manifest.json: step, metrics, notes.
-      entries: a dict {path of a leaf: its entry in manifest.json}. The entries lack the location of the leaves (file
-        and byte positions), which `write` adds.
+      entries: a dict {path of a leaf: its entry in manifest.json}. The entries lack the location of
+        the leaves (file and byte positions), which `write` adds.
       copies: the result of `snapshot`.
-      hurry: an event (`threading.Event`) that is set if the run has failed. If `hurry` is set, the wait for other
-        processes ends after two seconds.
+      hurry: an event (`threading.Event`) that is set if the run has failed. If `hurry` is set, the
+        wait for other processes ends after two seconds.
 
     Returns:
-      In process 0, `write` returns the manifest of the checkpoint, a dict that the caller must write to manifest.json.
-      In the other processes, `write` returns None after process 0 has written the manifest.
+      In process 0, `write` returns the manifest of the checkpoint, a dict that the caller must
+      write to manifest.json. In the other processes, `write` returns None after process 0 has
+      written the manifest.
     """
     processes, me, step = jax.process_count(), jax.process_index(), head["step"]
     partial = steps.partial(step)

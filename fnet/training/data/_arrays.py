@@ -1,4 +1,5 @@
-"""Converts data sets (trees of arrays and data frames) to trees of NumPy arrays with one row for each example."""
+"""Converts data sets (trees of arrays and data frames) to trees of NumPy arrays with one row for
+each example."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _PLACES = 64  # from which it reads them
 
 
 def is_frame(data: Any) -> bool:
-    """Whether `data` is a pandas DataFrame or has the same interface. `is_frame` does not import pandas."""
+    """Whether `data` is a pandas DataFrame or has the same interface. `is_frame` does not import
+    pandas."""
     return hasattr(data, "iloc") and hasattr(data, "columns")
 
 
@@ -25,7 +27,8 @@ def is_series(data: Any) -> bool:
 
 
 def is_leaf(data: Any) -> bool:
-    """Whether `data` is a leaf: a data frame, a column, or a list that contains no arrays, dicts or tuples."""
+    """Whether `data` is a leaf: a data frame, a column, or a list that contains no arrays, dicts or
+    tuples."""
     if isinstance(data, list):
         return not any(isinstance(x, dict | tuple) or getattr(x, "shape", ()) != () for x in data)
     return is_frame(data) or is_series(data)
@@ -34,19 +37,20 @@ def is_leaf(data: Any) -> bool:
 def as_arrays(data: Any, what: str) -> tuple[Any, int]:
     """Converts a data set to a tree of NumPy arrays. Returns the tree and the number of examples.
 
-    Memory-mapped arrays stay memory-mapped. Their integers are checked when `rows_of` reads them, and the range of
-    their float64 values is estimated from 4,096 rows.
+    Memory-mapped arrays stay memory-mapped. Their integers are checked when `rows_of` reads them,
+    and the range of their float64 values is estimated from 4,096 rows.
 
     Args:
-      data: an array, a data frame, or a tree of arrays and data frames (nested dicts, tuples and lists). A data frame
-        becomes a dict of its columns.
+      data: an array, a data frame, or a tree of arrays and data frames (nested dicts, tuples and
+        lists). A data frame becomes a dict of its columns.
       what: the name of the data in error messages.
 
     Raises:
       ValueError: `data` contains no arrays, or arrays of different lengths.
-      TypeError: `data` contains missing values, or values that are not numbers (text, dates, categories). A TypeError
-        is also raised for integers that do not fit into 32 bits, and for float64 values that differ only in digits
-        which float32 does not have, unless JAX computes in 64 bits.
+      TypeError: `data` contains missing values, or values that are not numbers (text, dates,
+        categories). A TypeError is also raised for integers that do not fit into 32 bits, and for
+        float64 values that differ only in digits which float32 does not have, unless JAX computes
+        in 64 bits.
     """
     names, arrays = [], []
 
@@ -74,7 +78,8 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
             some = array[np.linspace(0, len(array) - 1, min(len(array), _SOME)).astype(int)]
         if wide and narrowed(some, 1e-3):
             raise TypeError(
-                f"{what}: '{name}' holds values from {np.nanmin(some)!r} to {np.nanmax(some)!r}, which "
+                f"{what}: '{name}' holds values from {np.nanmin(some)!r} to {np.nanmax(some)!r}, "
+                f"which "
                 "float32 rounds to multiples of their difference: subtract their mean, or set "
                 "jax.config.update('jax_enable_x64', True)"
             )
@@ -86,7 +91,8 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
     for name, array in zip(names, arrays):
         if array.ndim == 0:
             raise ValueError(
-                f"{what}: '{name}' is a single value: expected an array with one row for each example"
+                f"{what}: '{name}' is a single value: expected an array with one row for each "
+                f"example"
             )
     lengths = {name: len(array) for name, array in zip(names, arrays)}
     if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) == 0:
@@ -97,8 +103,8 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
 
 
 def digest(data: Any) -> str:
-    """Returns a digest of the values of a tree from `as_arrays`. Of an array with more than 1 GiB, or of a file with
-    more than 16 MiB, it reads as many bytes at 64 places."""
+    """Returns a digest of the values of a tree from `as_arrays`. Of an array with more than 1 GiB,
+    or of a file with more than 16 MiB, it reads as many bytes at 64 places."""
     seal = 0
     for path, array in jax.tree_util.tree_leaves_with_path(data):
         seal = zlib.crc32(
@@ -116,8 +122,8 @@ def digest(data: Any) -> str:
 
 
 def rows_of(data: Any, rows: np.ndarray, what: str) -> Any:
-    """Returns rows of a tree from `as_arrays`, which must be numbers that JAX can represent. `what` names the data in
-    error messages."""
+    """Returns rows of a tree from `as_arrays`, which must be numbers that JAX can represent. `what`
+    names the data in error messages."""
 
     def chosen(path, array):
         part = array[rows]
@@ -128,7 +134,8 @@ def rows_of(data: Any, rows: np.ndarray, what: str) -> Any:
 
 
 def checked_integers(data: Any, what: str) -> Any:
-    """Returns a batch. Raises TypeError if JAX would wrap its 64-bit integers around, which it does in silence."""
+    """Returns a batch. Raises TypeError if JAX would wrap its 64-bit integers around, which it does
+    in silence."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu":
             numbers_of(leaf, what, jax.tree_util.keystr(path, simple=True, separator="/"))
@@ -155,13 +162,14 @@ def _is_file(array: np.ndarray) -> bool:
 
 
 def _column(series: Any, what: str, name: str) -> np.ndarray:
-    """Returns a column of a data frame as an array. Raises TypeError if the column contains values that are not
-    numbers."""
+    """Returns a column of a data frame as an array. Raises TypeError if the column contains values
+    that are not numbers."""
     missing = np.asarray(series.isna())
     if missing.any():
         raise TypeError(
             f"{what}: column '{name}' has {missing.sum()} missing values, the first in row "
-            f"{missing.argmax()}: fill them (table.fillna(...)) or leave out their rows (table.dropna())"
+            f"{missing.argmax()}: fill them (table.fillna(...)) or leave out their rows "
+            f"(table.dropna())"
         )
     if hasattr(series.dtype, "categories"):
         raise TypeError(
@@ -175,9 +183,10 @@ def _column(series: Any, what: str, name: str) -> np.ndarray:
 
 
 def narrowed(array: np.ndarray, tolerance: float) -> bool:
-    """Whether rounding a float64 array [n, ...] to float32 changes a value by more than `tolerance` times the
-    difference between the largest and the smallest of the n values at its place. Differences in the last digits of
-    float64 are rounding errors, not data. Places with infinite values are not examined."""
+    """Whether rounding a float64 array [n, ...] to float32 changes a value by more than `tolerance`
+    times the difference between the largest and the smallest of the n values at its place.
+    Differences in the last digits of float64 are rounding errors, not data. Places with infinite
+    values are not examined."""
     if not array.size:
         return False
     low, high = np.fmin.reduce(array, 0), np.fmax.reduce(array, 0)  # NaN is ignored
@@ -196,7 +205,8 @@ def narrowed(array: np.ndarray, tolerance: float) -> bool:
 
 
 def numbers_of(array: np.ndarray, what: str, name: str, *, values: bool = True) -> np.ndarray:
-    """Returns `array`. Raises TypeError if a JAX array cannot represent its dtype or, if `values`, its values."""
+    """Returns `array`. Raises TypeError if a JAX array cannot represent its dtype or, if `values`,
+    its values."""
     if array.dtype.names:
         raise TypeError(
             f"{what}: '{name}' is an array of records: pass its fields as a dict, "
@@ -204,7 +214,8 @@ def numbers_of(array: np.ndarray, what: str, name: str, *, values: bool = True) 
         )
     if array.dtype.kind in "OUST":
         raise TypeError(
-            f"{what}: '{name}' holds text or objects ({array.dtype}): pass numbers, for example those of "
+            f"{what}: '{name}' holds text or objects ({array.dtype}): pass numbers, for example "
+            f"those of "
             "classes, numbers = np.unique(values, return_inverse=True)"
         )
     if array.dtype.kind in "mM":
@@ -221,7 +232,8 @@ def numbers_of(array: np.ndarray, what: str, name: str, *, values: bool = True) 
                 <= (INT32.max if array.dtype == np.int64 else 2 * INT32.max + 1)
             ):
                 raise TypeError(
-                    f"{what}: '{name}' holds {value}, which does not fit into 32 bits: leave the array "
+                    f"{what}: '{name}' holds {value}, which does not fit into 32 bits: leave the "
+                    f"array "
                     "out, or set jax.config.update('jax_enable_x64', True)"
                 )
     return array

@@ -27,8 +27,8 @@ def random_crop(
       key: a PRNG key.
       images: [batch, height, width, channels].
       padding: the number of pixels added to each side. Default 4.
-      mode: the padding mode of `jnp.pad`. "constant" pads with zeros, and "reflect" with a mirrored copy of the image.
-        Default "constant".
+      mode: the padding mode of `jnp.pad`. "constant" pads with zeros, and "reflect" with a mirrored
+        copy of the image. Default "constant".
 
     Example:
       >>> random_crop(jax.random.key(0), jnp.ones((2, 8, 8, 1)), 2).shape
@@ -48,7 +48,8 @@ def random_crop(
 
 
 def random_shift(key: jax.Array, images: jax.Array, pixels: int = 2) -> jax.Array:
-    """Shifts each image by a random number of pixels along both axes, and fills the border with zeros.
+    """Shifts each image by a random number of pixels along both axes, and fills the border with
+    zeros.
 
     Args:
       key: a PRNG key.
@@ -79,14 +80,17 @@ def random_flip(key: jax.Array, images: jax.Array) -> jax.Array:
 def cutout(key: jax.Array, images: jax.Array, size: int = 8) -> jax.Array:
     """Sets the pixels in a square of each image to zero.
 
-    The center of the square is uniformly distributed over the image, so a part of the square may be outside the image.
+    The center of the square is uniformly distributed over the image, so a part of the square may be
+    outside the image.
 
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels].
-      size: the side length of the square in pixels. If `size` is 0, the images do not change. Default 8.
+      size: the side length of the square in pixels. If `size` is 0, the images do not change.
+          Default 8.
 
-    Source: DeVries and Taylor (2017), Improved Regularization of Convolutional Neural Networks with Cutout.
+    Source: DeVries and Taylor (2017), Improved Regularization of Convolutional Neural Networks with
+    Cutout.
 
     >>> images = jnp.ones((2, 8, 8, 1))
     >>> bool((tr.cutout(jax.random.key(0), images, size=4) == 0).any())
@@ -119,12 +123,12 @@ def random_affine(
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels], floating point.
-      degrees: the largest rotation in either direction, in degrees. The angle is uniform in [-degrees, degrees].
-        Default 10.
-      scale: the largest relative change of the size. The scale factor is uniform in [1 - scale, 1 + scale]. Default
-        0.1.
-      shift: the largest translation along each axis, as a fraction of the image size. The translation is uniform in
-        [-shift, shift] times the size of the image. Default 0.1.
+      degrees: the largest rotation in either direction, in degrees. The angle is uniform in
+        [-degrees, degrees]. Default 10.
+      scale: the largest relative change of the size. The scale factor is uniform in [1 - scale, 1 +
+        scale]. Default 0.1.
+      shift: the largest translation along each axis, as a fraction of the image size. The
+        translation is uniform in [-shift, shift] times the size of the image. Default 0.1.
 
     Raises:
       TypeError: the images are integers, which cannot be interpolated.
@@ -153,8 +157,8 @@ def random_affine(
 
 
 def _bilinear(images: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
-    """Interpolates the images at the coordinates y and x, arrays [batch, height, width] in pixels. Values outside the
-    image are 0."""
+    """Interpolates the images at the coordinates y and x, arrays [batch, height, width] in pixels.
+    Values outside the image are 0."""
     n, height, width, channels = images.shape
     top, left = jnp.floor(y), jnp.floor(x)
     flat = images.reshape(n, height * width, channels)

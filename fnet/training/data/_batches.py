@@ -10,26 +10,28 @@ from fnet.training.data._arrays import as_arrays, digest, rows_of
 
 
 class Batches:
-    """Shuffled batches of arrays in memory. If `batches` is an instance of `Batches`, `batches(i)` is the batch of step
-    i.
+    """Shuffled batches of arrays in memory. If `batches` is an instance of `Batches`, `batches(i)`
+    is the batch of step i.
 
-    Each epoch is a random permutation of the examples. The permutations of all epochs are concatenated to one sequence
-    of examples. Batch i contains the examples at positions i * batch_size to (i + 1) * batch_size - 1 of the sequence
-    of examples from all epochs. Every example occurs once in each epoch, and all batches have the same size. A resumed
-    run continues with the same batches, without a saved iterator.
+    Each epoch is a random permutation of the examples. The permutations of all epochs are
+    concatenated to one sequence of examples. Batch i contains the examples at positions i *
+    batch_size to (i + 1) * batch_size - 1 of the sequence of examples from all epochs. Every
+    example occurs once in each epoch, and all batches have the same size. A resumed run continues
+    with the same batches, without a saved iterator.
 
     Args:
-      data: arrays with one row for each example. The arrays are in a dict such as {"image": [n, ...], "label": [n]}, in
-        a tuple, or in nested dicts and tuples. A pandas DataFrame is treated as a dict of its columns. A batch has the
-        same structure as `data`.
+      data: arrays with one row for each example. The arrays are in a dict such as {"image": [n,
+        ...], "label": [n]}, in a tuple, or in nested dicts and tuples. A pandas DataFrame is
+        treated as a dict of its columns. A batch has the same structure as `data`.
       batch_size: the number of examples in a batch.
       seed: the seed of the permutations. Default 0.
-      shuffle: whether to permute the examples. If `shuffle` is False, every epoch contains the examples in the order of
-        the arrays. Default True.
+      shuffle: whether to permute the examples. If `shuffle` is False, every epoch contains the
+        examples in the order of the arrays. Default True.
 
     Raises:
-      ValueError: `data` contains no arrays, its arrays have different lengths, or `batch_size` is less than 1.
-      TypeError: `data` contains missing values, or values that are not numbers (text, dates, categories).
+      ValueError: `data` contains no arrays, its arrays have different lengths, or `batch_size` is
+      less than 1. TypeError: `data` contains missing values, or values that are not numbers (text,
+      dates, categories).
 
     Example:
       >>> batches = Batches({"x": np.arange(10)}, batch_size=4, seed=0)
@@ -67,8 +69,8 @@ class Batches:
     def identity(self) -> dict[str, Any]:
         """Returns a dict of values that identify the data.
 
-        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`,
-        a digest of one batch and `digest` have not changed.
+        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the
+        result of `identity`, a digest of one batch and `digest` have not changed.
         """
         return {
             "examples": self.length,
@@ -78,8 +80,8 @@ class Batches:
         }
 
     def digest(self) -> str:
-        """Returns a digest of the data: of all values, or of values throughout the data if an array is larger than 1
-        GiB, or a memory-mapped file larger than 16 MiB."""
+        """Returns a digest of the data: of all values, or of values throughout the data if an array
+        is larger than 1 GiB, or a memory-mapped file larger than 16 MiB."""
         return digest(self.data)
 
     def steps(self, epochs: float) -> int:

@@ -1,4 +1,5 @@
-"""Downloads data files from an object store when they are first read, and again if they have changed."""
+"""Downloads data files from an object store when they are first read, and again if they have
+changed."""
 
 from __future__ import annotations
 
@@ -15,15 +16,17 @@ _CHUNK = 8 << 20
 
 
 def local(where: str | os.PathLike) -> Path:
-    """Returns a local path unchanged. For a URL, returns the path of a local copy in FNET_DATA or ~/.cache/fnet.
+    """Returns a local path unchanged. For a URL, returns the path of a local copy in FNET_DATA or
+    ~/.cache/fnet.
 
-    An existing copy is used if the object in the store still has the same version and the checksum of the copy is
-    correct. If the version of the object differs or the checksum of the copy is wrong, the object is downloaded again.
-    A downloaded file has a temporary name until the download is complete.
+    An existing copy is used if the object in the store still has the same version and the checksum
+    of the copy is correct. If the version of the object differs or the checksum of the copy is
+    wrong, the object is downloaded again. A downloaded file has a temporary name until the download
+    is complete.
 
     Raises:
-      FileNotFoundError: the object store does not contain the object, or the user has no home directory for the local
-        copy.
+      FileNotFoundError: the object store does not contain the object, or the user has no home
+        directory for the local copy.
       StorageError: the object store cannot be read.
     """
     source = location(where)
@@ -60,8 +63,9 @@ def local(where: str | os.PathLike) -> Path:
 
 
 def data_folder(what: object, folder: str | os.PathLike | None, hint: str) -> Path:
-    """Returns the folder of downloaded data: `folder`, or a default folder if `folder` is None. `what` and `hint` are
-    parts of the message of the FileNotFoundError if there is no home directory."""
+    """Returns the folder of downloaded data: `folder`, or a default folder if `folder` is None.
+    `what` and `hint` are parts of the message of the FileNotFoundError if there is no home
+    directory."""
     base = Path(folder or os.environ.get("FNET_DATA") or "~/.cache/fnet")
     try:
         return base.expanduser()

@@ -26,30 +26,32 @@ def read_csv(
 ) -> dict[str, np.ndarray]:
     """Reads a CSV file. Returns a dict {name of a column: array}, which can be passed to `Batches`.
 
-    A column of integers gets the dtype int32, or int64 if int32 is too small. A column of numbers that are not all
-    integers gets the dtype float32, or float64 if float32 would change what the column says: integers that float32
-    rounds, numbers of more than seven digits from 2^24 up (Unix times with fractions), values that differ only in
-    digits which float32 does not have, and numbers that float32 rounds to 0. A column that contains only the values
-    true and false gets the dtype bool. A column with any other content is read as text, with NumPy's str dtype. Dates
-    are text, and so are integers that do not fit into 64 bits. The file must be encoded in UTF-8. Cells may be quoted,
-    and quoted cells may contain delimiters and line breaks. Empty lines are skipped.
+    A column of integers gets the dtype int32, or int64 if int32 is too small. A column of numbers
+    that are not all integers gets the dtype float32, or float64 if float32 would change what the
+    column says: integers that float32 rounds, numbers of more than seven digits from 2^24 up (Unix
+    times with fractions), values that differ only in digits which float32 does not have, and
+    numbers that float32 rounds to 0. A column that contains only the values true and false gets the
+    dtype bool. A column with any other content is read as text, with NumPy's str dtype. Dates are
+    text, and so are integers that do not fit into 64 bits. The file must be encoded in UTF-8. Cells
+    may be quoted, and quoted cells may contain delimiters and line breaks. Empty lines are skipped.
 
     Args:
-      path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://), as for
-        `read_tokens`.
-      names: the names of the columns, for a file whose first line contains data. Default None: the first line of the
-        file contains the names of the columns.
+      path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://),
+        as for `read_tokens`.
+      names: the names of the columns, for a file whose first line contains data. Default None: the
+        first line of the file contains the names of the columns.
       delimiter: the character between cells, such as ";" or a tab. Default ",".
-      missing: how missing values are handled. In a column of numbers or bools, a value is missing if its cell is empty
-        or contains NA, N/A, NaN, null, none or ?. With `missing=None`, a missing value raises an error. With
-        `missing="drop"`, each row with a missing value is omitted. If `missing` is a number or a dict {column: number},
-        missing values are replaced by the number. Cells in a column of text are not changed, even if they are empty or
-        contain NA. Default None.
+      missing: how missing values are handled. In a column of numbers or bools, a value is missing
+        if its cell is empty or contains NA, N/A, NaN, null, none or ?. With `missing=None`, a
+        missing value raises an error. With `missing="drop"`, each row with a missing value is
+        omitted. If `missing` is a number or a dict {column: number}, missing values are replaced by
+        the number. Cells in a column of text are not changed, even if they are empty or contain NA.
+        Default None.
 
     Raises:
-      ValueError: the file is not a CSV table with one cell for each column in each row, a value is missing and
-        `missing` contains no replacement, or a number is too large for float32 or an integer too large for its column.
-        The error message names the file and the line.
+      ValueError: the file is not a CSV table with one cell for each column in each row, a value is
+        missing and `missing` contains no replacement, or a number is too large for float32 or an
+        integer too large for its column. The error message names the file and the line.
       FileNotFoundError: the file does not exist.
 
     Example:
@@ -68,7 +70,8 @@ def read_csv(
                 lines.append(line)
             else:
                 raise ValueError(
-                    f"{path}, line {line}: expected {len(names)} cells ({', '.join(names)[:80]}), got "
+                    f"{path}, line {line}: expected {len(names)} cells ({', '.join(names)[:80]}), "
+                    f"got "
                     f"{len(cells)}"
                 )
     if not rows:
@@ -110,12 +113,14 @@ def _rows(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
 def _header(path: Path, line: int, names: list[str]) -> list[str]:
     if all(not _missing(name) and _kind([name]) for name in names):
         raise ValueError(
-            f"{path}, line {line}: expected the names of the columns, got numbers: if the file has no "
+            f"{path}, line {line}: expected the names of the columns, got numbers: if the file has "
+            f"no "
             "such line, pass names=[...]"
         )
     if len(names) == 1 and (found := [mark for mark in ";\t|," if mark in names[0]]):
         raise ValueError(
-            f"{path}, line {line}: there is one column, {names[0][:80]!r}: pass delimiter={found[0]!r}"
+            f"{path}, line {line}: there is one column, {names[0][:80]!r}: pass "
+            f"delimiter={found[0]!r}"
         )
     for number, name in enumerate(names, 1):
         if not name or names.index(name) < number - 1:
@@ -135,7 +140,8 @@ def _missing(cell: str) -> bool:
 
 
 def _kind(cells: Sequence[str]) -> Callable[[str], Any] | None:
-    """Returns the function that converts the cells of a column of numbers or bools, or None for a column of text."""
+    """Returns the function that converts the cells of a column of numbers or bools, or None for a
+    column of text."""
     present = [cell for cell in cells if not _missing(cell)]
     if present and all(cell.strip().lower() in _BOOLS for cell in present):
         return lambda cell: _BOOLS[cell.strip().lower()]
@@ -167,7 +173,8 @@ def _array(
         elif given is None:
             raise ValueError(
                 f"{path}, line {line}: column '{name}' has a missing value, {cell!r}: pass "
-                f"missing={{{name!r}: 0}}, or another number, or missing='drop' to leave out such lines"
+                f"missing={{{name!r}: 0}}, or another number, or missing='drop' to leave out such "
+                f"lines"
             )
         else:
             values.append(given)
@@ -189,14 +196,16 @@ def _array(
     for i, (line, cell) in enumerate(zip(lines, cells)):
         if np.isinf(narrow[i]) and "inf" not in cell.lower() and not _missing(cell):
             raise ValueError(
-                f"{path}, line {line}: column '{name}' holds {cell[:40]}, more than float32 can hold: "
+                f"{path}, line {line}: column '{name}' holds {cell[:40]}, more than float32 can "
+                f"hold: "
                 "scale the column"
             )
         exact = _integer(cell)
         whole[i] = exact is not None
         if exact is not None and int(wide[i]) != exact:
             raise ValueError(
-                f"{path}, line {line}: column '{name}' holds the integer {cell[:40]}, and fractions or "
+                f"{path}, line {line}: column '{name}' holds the integer {cell[:40]}, and "
+                f"fractions or "
                 "missing values: float64 rounds it. Use missing='drop', or missing= with an integer"
             )
     return wide if _needs_float64(wide, narrow, whole) else narrow

@@ -1,4 +1,5 @@
-"""Four image data sets, read from the files that their authors publish: digits, MNIST, Fashion-MNIST, CIFAR-10."""
+"""Four image data sets, read from the files that their authors publish: digits, MNIST,
+Fashion-MNIST, CIFAR-10."""
 
 import difflib
 import hashlib
@@ -57,7 +58,8 @@ class Dataset:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of a data set. The size in bytes and the MD5 checksum of the file show whether a download is complete."""
+    """A file of a data set. The size in bytes and the MD5 checksum of the file show whether a
+    download is complete."""
 
     name: str
     size: int
@@ -128,29 +130,32 @@ def load(
 ) -> Dataset:
     """Reads a data set from disk, and downloads missing files.
 
-    The files of a data set must have the names under which its authors publish them. `load` searches for the files of
-    the data set in the folder `data_dir/name`, then in the folder `data_dir`. `load` downloads missing files into
-    `data_dir/name`. A downloaded file gets its final name only if it has the published size and MD5 checksum.
+    The files of a data set must have the names under which its authors publish them. `load`
+    searches for the files of the data set in the folder `data_dir/name`, then in the folder
+    `data_dir`. `load` downloads missing files into `data_dir/name`. A downloaded file gets its
+    final name only if it has the published size and MD5 checksum.
 
     Args:
         name: "digits", "mnist", "fashion_mnist" or "cifar10".
-        data_dir: the folder of the data set's files. For "digits", no folder is used, because the images are in the
-            package `scikit-learn`. Default None: the folder that the environment variable `FNET_DATA` names, or
-            ~/.cache/fnet.
-        split: how to divide the 1,797 images of "digits" into a training set and a test set (see `load_digits`).
-            With "random", the split is a fixed 80/20 split, stratified by class. With "last20", the last 20 % of the
-            images are the test set, which is a common choice. Data sets other than "digits" have the split of their
-            authors. Default "random".
+        data_dir: the folder of the data set's files. For "digits", no folder is used, because the
+            images are in the package `scikit-learn`. Default None: the folder that the environment
+            variable `FNET_DATA` names, or ~/.cache/fnet.
+        split: how to divide the 1,797 images of "digits" into a training set and a test set (see
+            `load_digits`).
+            With "random", the split is a fixed 80/20 split, stratified by class. With "last20", the
+            last 20 % of the images are the test set, which is a common choice. Data sets other than
+            "digits" have the split of their authors. Default "random".
         download: whether `load` may download missing files. Default True.
         base_url: the URL to download from. Default None: the published URLs.
-        announce: a function that is called with a message (str) before each download. Default None: no messages.
+        announce: a function that is called with a message (str) before each download. Default None:
+            no messages.
 
     Returns:
         A `Dataset`.
 
     Raises:
-        ValueError: the name of the data set or the split is unknown, or a file does not have the expected content.
-        FileNotFoundError: a file is not on disk and cannot be downloaded.
+        ValueError: the name of the data set or the split is unknown, or a file does not have the
+        expected content. FileNotFoundError: a file is not on disk and cannot be downloaded.
 
     >>> load("digits").test_images.shape
     (360, 8, 8, 1)
@@ -187,14 +192,15 @@ def load(
 def load_digits(split: str = "random") -> Dataset:
     """Returns scikit-learn's 1,797 scans of handwritten digits, 8×8 pixels.
 
-    The gray levels of the scans, 0 (black) to 16, are converted to round(255 · level / 16). As in the other data sets,
-    the converted gray levels are in the range 0 to 255.
+    The gray levels of the scans, 0 (black) to 16, are converted to round(255 · level / 16). As in
+    the other data sets, the converted gray levels are in the range 0 to 255.
 
     Args:
-        split: how to divide the images into a training set and a test set. With "random", the test images are drawn at
-            random from each class, and are the same in every call. The split "random" has 1,437 training images and 360
-            test images, which are 20 % of the images of each class, to within one image. With "last20", the test set is
-            the last 20 % of the images in the file, which are 360 images. Default "random".
+        split: how to divide the images into a training set and a test set. With "random", the test
+            images are drawn at random from each class, and are the same in every call. The split
+            "random" has 1,437 training images and 360 test images, which are 20 % of the images of
+            each class, to within one image. With "last20", the test set is the last 20 % of the
+            images in the file, which are 360 images. Default "random".
 
     Returns:
         A `Dataset`.
@@ -224,8 +230,9 @@ def load_digits(split: str = "random") -> Dataset:
 
 
 def _read_digits():
-    """Returns the gray levels [n, 64] and the labels [n] of scikit-learn's file. Does not import scikit-learn if the
-    file is in its usual folder, because importing scikit-learn takes one second."""
+    """Returns the gray levels [n, 64] and the labels [n] of scikit-learn's file. Does not import
+    scikit-learn if the file is in its usual folder, because importing scikit-learn takes one
+    second."""
     package = importlib.util.find_spec("sklearn")
     if package is None:
         raise ModuleNotFoundError(
@@ -241,7 +248,8 @@ def _read_digits():
 
 
 def _find_idx(name, folder):
-    """Returns the files of an IDX data set as a dict {published name: path}, and a list of the names of missing
+    """Returns the files of an IDX data set as a dict {published name: path}, and a list of the
+    names of missing
     files."""
     names = [file.name for file in _SOURCES[name].files]
     found = {
@@ -271,15 +279,16 @@ def _load_idx(name, found):
         arrays += [images[..., None], checked_labels(labels_path, labels)]
     if arrays[0].shape[1:] != arrays[2].shape[1:]:
         raise ValueError(
-            f"{test_images}: holds images of {arrays[2].shape[1:3]} pixels, but {train_images.name} "
+            f"{test_images}: holds images of {arrays[2].shape[1:3]} pixels, but "
+            f"{train_images.name} "
             f"of {arrays[0].shape[1:3]}; download both again"
         )
     return Dataset(name, *arrays, _SOURCES[name].classes)
 
 
 def _find_cifar10(name, folder):
-    """Returns two values: a dict {name: path} of the files of CIFAR-10, and a list of the names of missing files. The
-    files of CIFAR-10 may be unpacked, or packed in one archive."""
+    """Returns two values: a dict {name: path} of the files of CIFAR-10, and a list of the names of
+    missing files. The files of CIFAR-10 may be unpacked, or packed in one archive."""
     for place in (folder / CIFAR_FOLDER, folder):
         files = {n: place / n for n in (*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES)}
         found = {n: path for n, path in files.items() if path.is_file()}
@@ -298,8 +307,8 @@ def _load_cifar10(name, found):
 
 
 def _download(name, file, folder, *, base_url, announce):
-    """Downloads one file into `folder` under its published name. If the download fails, no partial file remains in
-    `folder`."""
+    """Downloads one file into `folder` under its published name. If the download fails, no partial
+    file remains in `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -344,8 +353,8 @@ def _download(name, file, folder, *, base_url, announce):
 
 
 def _copy(reply, out, limit):
-    """Copies `reply` to the file `out`, and returns the number of bytes and their MD5 checksum. Stops after `limit` + 1
-    bytes, because a file of more than `limit` bytes is too large."""
+    """Copies `reply` to the file `out`, and returns the number of bytes and their MD5 checksum.
+    Stops after `limit` + 1 bytes, because a file of more than `limit` bytes is too large."""
     size, md5 = 0, hashlib.md5(usedforsecurity=False)
     while size <= limit and (chunk := reply.read(min(_CHUNK, limit + 1 - size))):
         size += len(chunk)

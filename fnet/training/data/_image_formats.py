@@ -1,8 +1,8 @@
 """Readers of IDX (the format of MNIST) and of CIFAR-10's binary version, for untrusted files.
 
-For any content of a file, a reader returns an array or raises a ValueError that names the file. The memory that a
-reader uses depends on the data in the file, not on the sizes in its headers, and a small file cannot unpack to a large
-array.
+For any content of a file, a reader returns an array or raises a ValueError that names the file. The
+memory that a reader uses depends on the data in the file, not on the sizes in its headers, and a
+small file cannot unpack to a large array.
 """
 
 import contextlib
@@ -31,20 +31,22 @@ _BLOCK = 512  # bytes of a tar header
 def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.ndarray:
     """Reads an IDX file (the format of MNIST), which may be compressed by gzip.
 
-    An IDX file consists of two zero bytes, a type, the number of dimensions, each dimension as a big-endian uint32, and
-    the values in row-major order.
+    An IDX file consists of two zero bytes, a type, the number of dimensions, each dimension as a
+    big-endian uint32, and the values in row-major order.
 
     Args:
         path: the path of the file. A gzip file is recognized by its first bytes, not by its name.
-        max_bytes: the largest allowed size of the values in bytes. Default None: the limit is 1 GiB for an uncompressed
-            file. For a compressed file, the limit is 32 times the file size, but not less than 64 MiB and not more than
-            1 GiB. The limit `max_bytes` prevents a small compressed file from filling the memory.
+        max_bytes: the largest allowed size of the values in bytes. Default None: the limit is 1 GiB
+            for an uncompressed file. For a compressed file, the limit is 32 times the file size,
+            but not less than 64 MiB and not more than 1 GiB. The limit `max_bytes` prevents a small
+            compressed file from filling the memory.
 
     Returns:
         An array in native byte order: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        ValueError: the file is not a complete IDX file, or its unpacked size is larger than `max_bytes`.
+        ValueError: the file is not a complete IDX file, or its unpacked size is larger than
+            `max_bytes`.
 
     Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database", section "The IDX file format".
     """
@@ -101,13 +103,14 @@ def read_cifar10(files):
     """Reads CIFAR-10's binary version.
 
     Args:
-        files: the path of the .tar.gz file, or a dict {name: path} of the unpacked files. The names of the unpacked
-            files are data_batch_1.bin to data_batch_5.bin, test_batch.bin and optionally batches.meta.txt.
+        files: the path of the .tar.gz file, or a dict {name: path} of the unpacked files. The names
+            of the unpacked files are data_batch_1.bin to data_batch_5.bin, test_batch.bin and
+            optionally batches.meta.txt.
 
     Returns:
-        (train_images, train_labels, test_images, test_labels, classes). The images are uint8 arrays [n, 32, 32, 3], and
-        the labels are int32 arrays [n]. `classes` are the ten class names, or None if the file batches.meta.txt is
-        missing.
+        (train_images, train_labels, test_images, test_labels, classes). The images are uint8 arrays
+        [n, 32, 32, 3], and the labels are int32 arrays [n]. `classes` are the ten class names, or
+        None if the file batches.meta.txt is missing.
 
     Raises:
         ValueError: a file does not have the expected content.
@@ -128,7 +131,8 @@ def _read_file(path):
 
 
 def _parse_member(name, path, blob):
-    """Returns the images and labels in a file of CIFAR-10, or the class names if `name` is batches.meta.txt."""
+    """Returns the images and labels in a file of CIFAR-10, or the class names if `name` is
+    batches.meta.txt."""
     if name != CIFAR_NAMES or len(blob) > _CHUNK:
         return _parse_cifar(path, blob)
     classes = tuple(blob.decode("ascii", "replace").split())
@@ -169,10 +173,12 @@ class _BadArchive(Exception):
 
 
 def _read_archive(path):
-    """Parses the files of CIFAR-10 in its tar archive. Returns {file name: result of _parse_member}.
+    """Parses the files of CIFAR-10 in its tar archive. Returns {file name: result of
+    _parse_member}.
 
-    The files of CIFAR-10 are regular files with short names. Other members of the archive are skipped, including those
-    in which GNU tar and pax store long names and other attributes. The reader writes no files and follows no links.
+    The files of CIFAR-10 are regular files with short names. Other members of the archive are
+    skipped, including those in which GNU tar and pax store long names and other attributes. The
+    reader writes no files and follows no links.
     """
     wanted, parts, left = {*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES}, {}, _ARCHIVE_LIMIT
     try:
@@ -209,12 +215,14 @@ def _read_archive(path):
 
 
 def _parse_header(block):
-    """Parses a tar header (POSIX.1-1988 ustar). Returns (name, size of the data, whether it is a regular file)."""
+    """Parses a tar header (POSIX.1-1988 ustar). Returns (name, size of the data, whether it is a
+    regular file)."""
     checksum = sum(block) - sum(block[148:156]) + 8 * ord(" ")
     if len(block) < _BLOCK or _octal(block[148:156]) != checksum:
         raise _BadArchive("a member's header is damaged")
     kind = block[156:157]
-    # Links, devices and folders have no data; ignore their size. Sizes of 8 GiB or more are not stored as octal digits.
+    # Links, devices and folders have no data; ignore their size. Sizes of 8 GiB or more are not
+    # stored as octal digits.
     size = (
         0
         if kind in b"123456"

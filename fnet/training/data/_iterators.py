@@ -42,47 +42,53 @@ def from_iterator(
 ) -> Callable[[int], Any]:
     """Converts an iterable source of data to batches for `fit`.
 
-    The result of `from_iterator` is a function `batches`: `batches(i)` is the batch of step i. After the last batch of
-    an epoch, the first batch of the next epoch follows. The attribute `batches.resume` states which batches a resumed
-    run gets, and `fit` logs this information. The value of `batches.resume` is one of the strings "exact", "epoch" and
-    "none":
+    The result of `from_iterator` is a function `batches`: `batches(i)` is the batch of step i.
+    After the last batch of an epoch, the first batch of the next epoch follows. The attribute
+    `batches.resume` states which batches a resumed run gets, and `fit` logs this information. The
+    value of `batches.resume` is one of the strings "exact", "epoch" and "none":
 
-    - "exact": the resumed run gets the same batches as an uninterrupted run. `batches.resume` is "exact" if the source
-      is read by index, for example a sequence, a Grain MapDataset or a Hugging Face Dataset. `batches.resume` is also
-      "exact" if the source has a state that can be stored in a checkpoint. A source has a state if the iterable or its
-      iterator has the methods state_dict and load_state_dict, or get_state and set_state. Examples of sources with a
-      state are a Hugging Face IterableDataset, a torchdata StatefulDataLoader and a Grain IterDataset.
+    - "exact": the resumed run gets the same batches as an uninterrupted run. `batches.resume` is
+      "exact" if the source is read by index, for example a sequence, a Grain MapDataset or a
+      Hugging Face Dataset. `batches.resume` is also "exact" if the source has a state that can be
+      stored in a checkpoint. A source has a state if the iterable or its iterator has the methods
+      state_dict and load_state_dict, or get_state and set_state. Examples of sources with a state
+      are a Hugging Face IterableDataset, a torchdata StatefulDataLoader and a Grain IterDataset.
 
-    - "epoch": the interrupted epoch is read again, and the batches before the interruption are skipped. The resumed run
-      gets the same batches as an uninterrupted run if the source yields the same batches each time an epoch is read.
-      For example, `batches.resume` is "epoch" if the source is a function that returns a generator for each epoch, or a
-      torch DataLoader that does not shuffle. For a Hugging Face IterableDataset after `shuffle(buffer_size=)`,
-      `batches.resume` is also "epoch", because the state of the dataset does not contain the shuffle buffer.
+    - "epoch": the interrupted epoch is read again, and the batches before the interruption are
+      skipped. The resumed run gets the same batches as an uninterrupted run if the source yields
+      the same batches each time an epoch is read. For example, `batches.resume` is "epoch" if the
+      source is a function that returns a generator for each epoch, or a torch DataLoader that does
+      not shuffle. For a Hugging Face IterableDataset after `shuffle(buffer_size=)`,
+      `batches.resume` is also "epoch", because the state of the dataset does not contain the
+      shuffle buffer.
 
-    - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is issued. For a shuffled
-      DataLoader, `batches.resume` is "none", because the order of its batches cannot be repeated.
+    - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is
+      issued. For a shuffled DataLoader, `batches.resume` is "none", because the order of its
+      batches cannot be repeated.
 
-    Tensors of torch and TensorFlow are converted to NumPy arrays. The conversion does not import torch, TensorFlow,
-    datasets, torchdata or grain.
+    Tensors of torch and TensorFlow are converted to NumPy arrays. The conversion does not import
+    torch, TensorFlow, datasets, torchdata or grain.
 
     Args:
-      source: an iterable that can be iterated again for each epoch, or a function that returns such an iterable. If
-        `source` is a function, it takes no argument, or the number of the epoch. If `batch_size` is None, each item of
-        the iterable is a batch, which is a tree of arrays. If `batch_size` is given, each item of the iterable is a
-        single example, and `from_iterator` combines the examples into batches.
-      batch_size: the number of examples in a batch, if the items of the source are examples. Default None: the items of
-        the source are batches.
-      seed, shuffle: the seed of the permutations (default 0), and whether to permute the examples (default True), as in
-        `Batches`. `seed` and `shuffle` are used only if `batch_size` is given and the source is read by index.
-      resume: "epoch" or "none", to set `batches.resume` to this value. Use `resume="none"` if a resumed run would take
-        too long to read the interrupted epoch again. Default None: `batches.resume` is the first of "exact", "epoch"
-        and "none" that the source supports.
+      source: an iterable that can be iterated again for each epoch, or a function that returns such
+        an iterable. If `source` is a function, it takes no argument, or the number of the epoch. If
+        `batch_size` is None, each item of the iterable is a batch, which is a tree of arrays. If
+        `batch_size` is given, each item of the iterable is a single example, and `from_iterator`
+        combines the examples into batches.
+      batch_size: the number of examples in a batch, if the items of the source are examples.
+        Default None: the items of the source are batches.
+      seed, shuffle: the seed of the permutations (default 0), and whether to permute the examples
+        (default True), as in `Batches`. `seed` and `shuffle` are used only if `batch_size` is given
+        and the source is read by index.
+      resume: "epoch" or "none", to set `batches.resume` to this value. Use `resume="none"` if a
+        resumed run would take too long to read the interrupted epoch again. Default None:
+        `batches.resume` is the first of "exact", "epoch" and "none" that the source supports.
 
     Raises:
-      TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be iterated. `batches(i)`
-        raises a TypeError if the batch contains values that are not numbers.
-      ValueError: the source has no batches. `batches(i)` raises a ValueError if the structure of the batch differs from
-        that of the previous batch.
+      TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be
+        iterated. `batches(i)` raises a TypeError if the batch contains values that are not numbers.
+      ValueError: the source has no batches. `batches(i)` raises a ValueError if the structure of
+        the batch differs from that of the previous batch.
 
     Example:
       >>> batches = from_iterator(lambda epoch: ({"x": np.full(2, 10 * epoch + i)} for i in range(3)))
@@ -91,7 +97,8 @@ def from_iterator(
     """
     if resume not in (None, "epoch", "none"):
         raise ValueError(
-            f"from_iterator: resume={resume!r}: expected 'epoch', 'none' or None, for the best guarantee"
+            f"from_iterator: resume={resume!r}: expected 'epoch', 'none' or None, for the best "
+            f"guarantee"
         )
     if batch_size is not None and batch_size < 1:
         raise ValueError(
@@ -105,7 +112,8 @@ def from_iterator(
     if not factory and hasattr(source, "__next__"):
         raise TypeError(
             f"from_iterator: expected an iterable that can be iterated for each epoch, got a "
-            f"{type(source).__name__}, which can be iterated once. Pass the function that creates it"
+            f"{type(source).__name__}, which can be iterated once. Pass the function that creates "
+            f"it"
         )
     table = hasattr(source, "column_names") and hasattr(
         source, "iter"
@@ -123,7 +131,8 @@ def from_iterator(
         source, batch_size = source.batch(batch_size), None
     if not factory and not hasattr(source, "__iter__"):
         raise TypeError(
-            f"from_iterator: expected an iterable of batches, or a function that returns one, got a "
+            f"from_iterator: expected an iterable of batches, or a function that returns one, got "
+            f"a "
             f"{type(source).__name__}"
         )
     return _Stream(source, factory, batch_size, resume)
@@ -168,8 +177,10 @@ class _Stream:
     """Batches of an iterable source, in the order in which the source yields them.
 
     Attributes:
-      resume: states which batches a resumed run gets: "exact", "epoch" or "none" (see `from_iterator`).
-      why: the reason if a resumed run cannot continue with the same batches (`resume` is "none"), or None.
+      resume: states which batches a resumed run gets: "exact", "epoch" or "none" (see
+          `from_iterator`).
+      why: the reason if a resumed run cannot continue with the same batches (`resume` is "none"),
+          or None.
     """
 
     def __init__(self, source: Any, factory: bool, batch_size: int | None, resume: str | None):
@@ -204,13 +215,15 @@ class _Stream:
         """
         if not hasattr(self._opened, "__len__"):
             raise TypeError(
-                f"from_iterator: a {type(self._opened).__name__} has no length: give the number of steps"
+                f"from_iterator: a {type(self._opened).__name__} has no length: give the number of "
+                f"steps"
             )
         return math.ceil(epochs * math.ceil(len(self._opened) / (self._batch_size or 1)))
 
     def position(self, step: int) -> dict[str, Any]:
-        """Returns the position of batch `step` in the source: a dict (epoch, first step of the epoch, state of the
-        source) for JSON. The source's states are kept only for the last few batches, so `step` must be recent."""
+        """Returns the position of batch `step` in the source: a dict (epoch, first step of the
+        epoch, state of the source) for JSON. The source's states are kept only for the last few
+        batches, so `step` must be recent."""
         self._saved[step] = None
         if len(self._saved) > _SAVED:
             self._saved.pop(old := next(iter(self._saved)))
@@ -222,12 +235,14 @@ class _Stream:
         return {"epoch": self._epochs[first], "first": first, "state": self._states.get(step)}
 
     def seek(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Continues with batch `step`. The argument `position` is the dict that the method `position` returned for
-        this step in an earlier process, or None if the checkpoint contains no such dict. If the number of processes has
-        changed, the value of the dict's key "state" is None."""
+        """Continues with batch `step`. The argument `position` is the dict that the method
+        `position` returned for this step in an earlier process, or None if the checkpoint contains
+        no such dict. If the number of processes has changed, the value of the dict's key "state" is
+        None."""
         if self.resume == "none":
             warnings.warn(
-                f"the data is read from its beginning at step {step}, not from the position that the run had "
+                f"the data is read from its beginning at step {step}, not from the position that "
+                f"the run had "
                 f"reached: {self.why}",
                 ResumeWarning,
                 stacklevel=5,
@@ -239,8 +254,8 @@ class _Stream:
                 self._saved[step] = None
 
     def _go(self, step: int) -> None:
-        """Moves the iterator to batch `step`. The source is opened at the nearest earlier batch whose position is
-        known, and the batches before `step` are skipped."""
+        """Moves the iterator to batch `step`. The source is opened at the nearest earlier batch
+        whose position is known, and the batches before `step` are skipped."""
         if step != self._at and self.resume != "none":
             start = max(at for at in (*self._epochs, *self._states) if at <= step)
             if not start <= self._at < step:
@@ -250,8 +265,8 @@ class _Stream:
         self._at = step
 
     def _open(self, at: int) -> None:
-        """Opens the source, so that the next batch is the batch of step `at`. `at` must be the first step of an epoch,
-        or a step for which the state of the source has been stored."""
+        """Opens the source, so that the next batch is the batch of step `at`. `at` must be the
+        first step of an epoch, or a step for which the state of the source has been stored."""
         self._at, self._first = at, max(first for first in self._epochs if first <= at)
         self._opened = self._make(self._epochs[self._first])
         state, of_source = self._states.get(at), _state_methods(self._opened)
@@ -288,8 +303,8 @@ class _Stream:
         return _state_methods(self._opened) or _state_methods(self._iterator)
 
     def _next(self) -> Any:
-        """Returns the next batch. After the last batch of an epoch, `_next` opens the next epoch and returns its first
-        batch."""
+        """Returns the next batch. After the last batch of an epoch, `_next` opens the next epoch
+        and returns its first batch."""
         epoch = self._epochs[self._first]
         item = next(self._items, _END)
         if item is _END and self._at > self._first:
@@ -343,7 +358,8 @@ class _Structure:
             raise ValueError(f"from_iterator: batch {step} has no arrays: it is {batch!r}")
         if self._paths is not None and paths != self._paths:
             raise ValueError(
-                f"from_iterator: batch {step} has the arrays {paths}, and the batches before it have "
+                f"from_iterator: batch {step} has the arrays {paths}, and the batches before it "
+                f"have "
                 f"{self._paths}: all batches must have one structure"
             )
         self._paths = paths
@@ -351,8 +367,8 @@ class _Structure:
 
 
 def _array(leaf: Any) -> np.ndarray | jax.Array:
-    """Converts a leaf (an array, a list, a tensor of torch or TensorFlow) to a NumPy array. Arrays of JAX are returned
-    unchanged."""
+    """Converts a leaf (an array, a list, a tensor of torch or TensorFlow) to a NumPy array. Arrays
+    of JAX are returned unchanged."""
     if hasattr(leaf, "detach"):
         leaf = leaf.detach().cpu()
         return (
@@ -401,23 +417,26 @@ def _takes_epoch(function: Callable) -> bool:
 
 
 def _unrepeatable(source: Any, fresh: bool) -> str | None:
-    """Returns the reason why the order of a DataLoader cannot be repeated, or None if the order can be repeated. The
-    order of a shuffled DataLoader can be repeated only if the DataLoader and its random generator are created anew for
-    each epoch. `fresh` states whether the user passed a function that creates the DataLoader for each epoch."""
+    """Returns the reason why the order of a DataLoader cannot be repeated, or None if the order can
+    be repeated. The order of a shuffled DataLoader can be repeated only if the DataLoader and its
+    random generator are created anew for each epoch. `fresh` states whether the user passed a
+    function that creates the DataLoader for each epoch."""
     sampler = getattr(getattr(source, "batch_sampler", None), "sampler", None) or getattr(
         source, "sampler", None
     )
     if hasattr(sampler, "generator") and (sampler.generator is None or not fresh):
         return (
-            "a shuffled DataLoader has another order in each process: pass a function of the epoch, lambda epoch: "
+            "a shuffled DataLoader has another order in each process: pass a function of the "
+            "epoch, lambda epoch: "
             "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(epoch))"
         )
     return None
 
 
 def _forgets(source: Any) -> bool:
-    """Returns True if the saved state of the source lacks the shuffle buffer, as for a Hugging Face IterableDataset. A
-    run resumed from a state without the shuffle buffer would have other batches."""
+    """Returns True if the saved state of the source lacks the shuffle buffer, as for a Hugging Face
+    IterableDataset. A run resumed from a state without the shuffle buffer would have other
+    batches."""
     parts = [source]
     while parts:
         part = parts.pop()

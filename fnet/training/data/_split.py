@@ -18,25 +18,26 @@ def split(
 ) -> tuple[Any, ...]:
     """Divides the examples of a data set at random into disjoint parts.
 
-    The division into parts depends only on the number of examples, `sizes`, `seed` and the classes in `stratify`. In
-    each part, the examples have the same order as in `data`.
+    The division into parts depends only on the number of examples, `sizes`, `seed` and the classes
+    in `stratify`. In each part, the examples have the same order as in `data`.
 
     Args:
       data: a tree of arrays or a pandas DataFrame, as in `Batches`. Columns may also be text.
-      sizes: for two parts, the size of the second part (the validation set), either as a fraction such as 0.2 or as a
-        number of examples. For two or more parts, `sizes` is a sequence of the sizes of all parts, either as fractions
-        with the sum 1 or as numbers of examples.
+      sizes: for two parts, the size of the second part (the validation set), either as a fraction
+        such as 0.2 or as a number of examples. For two or more parts, `sizes` is a sequence of the
+        sizes of all parts, either as fractions with the sum 1 or as numbers of examples.
       seed: the seed of the random assignment of examples to parts. Default 0.
-      stratify: the class of each example, integers [n]. If `stratify` is given, the classes have nearly the same
-        proportions in every part as in `data`: for each class and each part, the number of examples is the exact
-        proportional number, rounded up or down. If `stratify` is None, the classes are ignored. Default None.
+      stratify: the class of each example, integers [n]. If `stratify` is given, the classes have
+        nearly the same proportions in every part as in `data`: for each class and each part, the
+        number of examples is the exact proportional number, rounded up or down. If `stratify` is
+        None, the classes are ignored. Default None.
 
     Returns:
       A tuple of the parts of the data set, each with the structure of `data`.
 
     Raises:
-      ValueError: `sizes` are not positive or have a wrong sum, a part would have no examples, or `stratify` does not
-        have one label for each example.
+      ValueError: `sizes` are not positive or have a wrong sum, a part would have no examples, or
+        `stratify` does not have one label for each example.
 
     Example:
       >>> data = {"x": np.arange(10), "y": np.arange(10) % 2}
@@ -56,7 +57,8 @@ def split(
         labels = np.asarray(stratify)
         if labels.shape != (n,):
             raise ValueError(
-                f"split: stratify= expects one label for each of {n} examples, got shape {labels.shape}"
+                f"split: stratify= expects one label for each of {n} examples, got shape "
+                f"{labels.shape}"
             )
         numbers = np.unique(labels, return_inverse=True)[1]
         order = order[np.argsort(numbers[order], kind="stable")]
@@ -92,11 +94,12 @@ def _stratified(
 
 
 def _rounded(classes: list[int], counts: list[int], rng: np.random.Generator) -> list[list[int]]:
-    """Rounds the table classes[c] * counts[p] / n to integers with the same sums of rows and columns. Each entry is
-    rounded up or down, with the probability that keeps its expected value.
+    """Rounds the table classes[c] * counts[p] / n to integers with the same sums of rows and
+    columns. Each entry is rounded up or down, with the probability that keeps its expected value.
 
-    As long as entries are fractions, some of them form a cycle of steps along rows and columns. Adding and subtracting
-    the same number along a cycle keeps all sums, and makes at least one entry of the cycle an integer.
+    As long as entries are fractions, some of them form a cycle of steps along rows and columns.
+    Adding and subtracting the same number along a cycle keeps all sums, and makes at least one
+    entry of the cycle an integer.
 
     Source: Cox (1987), A Constructive Procedure for Unbiased Controlled Rounding.
     """
@@ -124,8 +127,8 @@ def _rounded(classes: list[int], counts: list[int], rng: np.random.Generator) ->
 
 
 def _cycle(rows: dict[int, list[int]]) -> list[tuple[int, int]]:
-    """Returns the entries (row, column) of a cycle, which alternately share a row and a column, or [] if there is none.
-    `rows` contains the columns of the entries of each row."""
+    """Returns the entries (row, column) of a cycle, which alternately share a row and a column, or
+    [] if there is none. `rows` contains the columns of the entries of each row."""
     columns: dict[int, list[int]] = {}
     for row, inside in rows.items():
         for column in inside:
@@ -170,7 +173,8 @@ def _counts(sizes: float | Sequence[float], n: int) -> list[int]:
     ):
         expected = f"numbers of examples with the sum {n}" if whole else "fractions with the sum 1"
         raise ValueError(
-            f"split: sizes={sizes!r}: expected a fraction such as 0.2, a number of examples below {n}, or "
+            f"split: sizes={sizes!r}: expected a fraction such as 0.2, a number of examples below "
+            f"{n}, or "
             f"{expected} for two parts or more"
         )
     ends = (

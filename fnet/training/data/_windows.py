@@ -18,24 +18,26 @@ _BLOCK = 1 << 16  # pairs that are read at a time
 
 
 class Windows:
-    """Batches of windows, which are sequences of consecutive tokens at random positions of an array.
+    """Batches of windows, which are sequences of consecutive tokens at random positions of an
+    array.
 
-    If `windows` is an instance of `Windows`, `windows(i)` is the batch of step i. If the token array is memory-mapped,
-    only the windows of a batch are read from the file.
+    If `windows` is an instance of `Windows`, `windows(i)` is the batch of step i. If the token
+    array is memory-mapped, only the windows of a batch are read from the file.
 
     Args:
       tokens: the token array, integers [tokens].
-      length: the number of predicted tokens in a window. A window has `length + 1` tokens, because the first token is
-        not predicted.
+      length: the number of predicted tokens in a window. A window has `length + 1` tokens, because
+        the first token is not predicted.
       batch_size: the number of windows in a batch.
       seed: the seed of the random positions. Default 0.
-      vocab_size: the size of the vocabulary. If `vocab_size` is given, `windows(i)` checks that the tokens are in [0,
-        vocab_size). Default None: tokens are not checked.
+      vocab_size: the size of the vocabulary. If `vocab_size` is given, `windows(i)` checks that the
+        tokens are in [0, vocab_size). Default None: tokens are not checked.
 
     Raises:
-      ValueError: `tokens` is not an integer array, or has at most `length` elements. A ValueError is also raised if
-        `length` or `batch_size` is less than 1. `windows(i)` raises a ValueError for a token that does not fit into
-        int32 and, if `vocab_size` is given, for a token that is negative or not less than `vocab_size`.
+      ValueError: `tokens` is not an integer array, or has at most `length` elements. A ValueError
+        is also raised if `length` or `batch_size` is less than 1. `windows(i)` raises a ValueError
+        for a token that does not fit into int32 and, if `vocab_size` is given, for a token that is
+        negative or not less than `vocab_size`.
 
     Example:
       >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)
@@ -68,7 +70,8 @@ class Windows:
         tokens = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
         if not INT32.min <= tokens.min() <= tokens.max() <= INT32.max:
             raise ValueError(
-                f"batch {step} holds tokens from {tokens.min()} to {tokens.max()}: expected numbers that "
+                f"batch {step} holds tokens from {tokens.min()} to {tokens.max()}: expected "
+                f"numbers that "
                 "fit into int32. Was the file written with another dtype?"
             )
         tokens = tokens.astype(np.int32)
@@ -82,8 +85,8 @@ class Windows:
     def identity(self) -> dict[str, Any]:
         """Returns a dict of values that identify the data.
 
-        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`,
-        a digest of one batch and `digest` have not changed.
+        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the
+        result of `identity`, a digest of one batch and `digest` have not changed.
         """
         return {
             "tokens": len(self.tokens),
@@ -97,7 +100,8 @@ class Windows:
         return digest(np.asarray(self.tokens))
 
     def starts(self, step: int) -> np.ndarray:
-        """Returns the position of the first token of each window in batch `step`, an integer array [batch_size]."""
+        """Returns the position of the first token of each window in batch `step`, an integer array
+        [batch_size]."""
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.tokens) - self.length, self.batch_size)
 
@@ -105,16 +109,17 @@ class Windows:
 def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
     """Divides an array of tokens into windows that overlap by one token.
 
-    A model predicts each token of a window from the tokens before it. Because the windows overlap by one token, each
-    token in the windows, except the first token of the array, is predicted exactly once.
+    A model predicts each token of a window from the tokens before it. Because the windows overlap
+    by one token, each token in the windows, except the first token of the array, is predicted
+    exactly once.
 
     Args:
       tokens: the token array, integers [tokens].
       length: the number of predicted tokens in a window. A window has `length + 1` tokens.
 
     Returns:
-      The windows, an array [windows, length + 1] that is a view of `tokens`. Tokens at the end of the array that do not
-      fill a window are omitted.
+      The windows, an array [windows, length + 1] that is a view of `tokens`. Tokens at the end of
+      the array that do not fill a window are omitted.
 
     Raises:
       ValueError: `tokens` is not longer than `length`, or is not an integer array.
@@ -128,22 +133,25 @@ def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
 
 
 def read_tokens(path: str | os.PathLike, dtype: Any = None) -> np.ndarray:
-    """Memory-maps a file of tokens without a header. In nanoGPT's data scripts, tokens are unsigned 16-bit numbers.
+    """Memory-maps a file of tokens without a header. In nanoGPT's data scripts, tokens are unsigned
+    16-bit numbers.
 
     Args:
-      path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://). When an object is
-        first read, it is copied to the folder that the environment variable FNET_DATA names, or to ~/.cache/fnet. Later
-        calls of `read_tokens` verify the checksum of the copied object.
-      dtype: the integer dtype of the tokens in the file, such as "uint32" for a vocabulary of more than 65,536 tokens.
-        The bytes of a token are in little-endian order, unless the dtype says otherwise (">u2"). Default None: uint16,
-        after a check that the file does not look like one of 32-bit or 64-bit tokens.
+      path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://).
+        When an object is first read, it is copied to the folder that the environment variable
+        FNET_DATA names, or to ~/.cache/fnet. Later calls of `read_tokens` verify the checksum of
+        the copied object.
+      dtype: the integer dtype of the tokens in the file, such as "uint32" for a vocabulary of more
+        than 65,536 tokens. The bytes of a token are in little-endian order, unless the dtype says
+        otherwise (">u2"). Default None: uint16, after a check that the file does not look like one
+        of 32-bit or 64-bit tokens.
 
     Returns:
       The tokens, an array [tokens] of `dtype`, memory-mapped.
 
     Raises:
-      ValueError: the file is empty, its size is not a multiple of the size of a token, it is a .npy file, or `dtype` is
-        None and the file looks like one of 32-bit or 64-bit tokens.
+      ValueError: the file is empty, its size is not a multiple of the size of a token, it is a .npy
+        file, or `dtype` is None and the file looks like one of 32-bit or 64-bit tokens.
       TypeError: `dtype` is not an integer dtype.
 
     Source: Karpathy's nanoGPT, data/*/prepare.py.
@@ -170,13 +178,16 @@ def read_tokens(path: str | os.PathLike, dtype: Any = None) -> np.ndarray:
     with file.open("rb") as start:
         if start.read(6) == b"\x93NUMPY":
             raise ValueError(
-                f"{path} is a .npy file, which has a header: read it with np.load(path, mmap_mode='r')"
+                f"{path} is a .npy file, which has a header: read it with np.load(path, "
+                f"mmap_mode='r')"
             )
     tokens = np.memmap(file, kind if kind.byteorder == ">" else kind.newbyteorder("<"), "r")
     if dtype is None and _looks_wider(tokens):
         raise ValueError(
-            f"{path}: every second 16-bit number is 0 or small, so these are tokens of 32 or 64 bits: "
-            "pass dtype='uint32' (or the dtype with which the file was written), or dtype='uint16' if the "
+            f"{path}: every second 16-bit number is 0 or small, so these are tokens of 32 or 64 "
+            f"bits: "
+            "pass dtype='uint32' (or the dtype with which the file was written), or dtype='uint16' "
+            "if the "
             "tokens are what they seem"
         )
     return tokens
@@ -185,8 +196,9 @@ def read_tokens(path: str | os.PathLike, dtype: Any = None) -> np.ndarray:
 def _looks_wider(tokens: np.ndarray) -> bool:
     """Whether 16-bit numbers are the halves of tokens of 32 or 64 bits.
 
-    In a file of 16-bit tokens, both numbers of a pair are alike. In one of wider tokens, the second number is 0, small,
-    or the sign of a negative token such as -1. Pairs of zeros tell nothing, and a file may begin with many of them.
+    In a file of 16-bit tokens, both numbers of a pair are alike. In one of wider tokens, the second
+    number is 0, small, or the sign of a negative token such as -1. Pairs of zeros tell nothing, and
+    a file may begin with many of them.
     """
     if len(tokens) % 2:
         return False

@@ -1,1 +1,2 @@
-"""The training loop `fit`, with checks of its arguments, display of progress, handling of signals, and resumption."""
+"""The training loop `fit`, with checks of its arguments, display of progress, handling of signals,
+and resumption."""

@@ -1,5 +1,5 @@
-"""The compiled function that `fit` calls for each step. The compiled function runs the user's step, and checks and sums
-the results."""
+"""The compiled function that `fit` calls for each step. The compiled function runs the user's step,
+and checks and sums the results."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from fnet.training.loop import _contract, _nonfinite
 def function(
     step: Callable, state: Any, *, keeps: bool, exempt: Collection[str], metrics: bool
 ) -> Callable:
-    """Returns a compiled function `advance`, which runs one step, checks the new state and adds up the metrics.
+    """Returns a compiled function `advance`, which runs one step, checks the new state and adds up
+    the metrics.
 
         state, total, watch, metrics = advance(state, total, watch, batch)
 
-    `total` contains the sums of the metrics since the last log. `watch` contains the first step with NaN or infinity
-    and the number of skipped steps (see `_nonfinite.start`). `metrics` contains the metrics of this step, or is None.
-    The buffers of the arguments `state` and `total` are donated.
+    `total` contains the sums of the metrics since the last log. `watch` contains the first step
+    with NaN or infinity and the number of skipped steps (see `_nonfinite.start`). `metrics`
+    contains the metrics of this step, or is None. The buffers of the arguments `state` and `total`
+    are donated.
 
     Args:
       step: the step function, as in `fit`.
-      state: the state before the first step. The state after every step has the same shardings as `state`.
-      keeps: whether a step that produces NaN or infinity leaves the state unchanged, except that the counter `step` of
-          the state increases.
-      exempt: the paths of the leaves of the state that are not checked, because they are infinite at the start.
-      metrics: whether `advance` returns the metrics of the step. If False, `advance` returns None instead of the
+      state: the state before the first step. The state after every step has the same shardings as
+          `state`.
+      keeps: whether a step that produces NaN or infinity leaves the state unchanged, except that
+          the counter `step` of the state increases.
+      exempt: the paths of the leaves of the state that are not checked, because they are infinite
+      at the start. metrics: whether `advance` returns the metrics of the step. If False, `advance`
+      returns None instead of the
           metrics.
     """
     places = jax.tree.map(_place, state)
@@ -58,8 +62,9 @@ def function(
 
 
 def _after(step, *, keeps, exempt, metrics):
-    """Returns a function that calls `step`, and then checks the new state and adds up the metrics in a separate
-    compiled program. `step` itself may call several compiled programs, such as one for each model of a population."""
+    """Returns a function that calls `step`, and then checks the new state and adds up the metrics
+    in a separate compiled program. `step` itself may call several compiled programs, such as one
+    for each model of a population."""
 
     def check(new, old, total, watch, measured):
         measured = _metrics.as_metrics(measured)
@@ -85,8 +90,8 @@ def _after(step, *, keeps, exempt, metrics):
 
 
 def _place(x: jax.Array) -> NamedSharding | None:
-    """Returns the sharding that the step must preserve for the array `x`. Returns None if the array is on one device,
-    or if JAX preserves the sharding itself (explicit mesh axes)."""
+    """Returns the sharding that the step must preserve for the array `x`. Returns None if the array
+    is on one device, or if JAX preserves the sharding itself (explicit mesh axes)."""
     place = x.sharding
     if (
         not isinstance(place, NamedSharding)

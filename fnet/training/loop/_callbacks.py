@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StepEnd:
-    """The argument of an `on_step` function: a step of `fit` that has just been dispatched to the device.
+    """The argument of an `on_step` function: a step of `fit` that has just been dispatched to the
+    device.
 
     Fields:
       step: the number of steps so far, including this step.
-      state: the state after this step. The next step reuses the memory of `state`. Copy the arrays of `state` that you
-        want to keep (`jax.device_get`).
+      state: the state after this step. The next step reuses the memory of `state`. Copy the arrays
+        of `state` that you want to keep (`jax.device_get`).
 
     >>> losses = []
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {"loss": batch.sum()})
@@ -44,18 +45,20 @@ class StepEnd:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics that the step returned, a dict {name: value}. Reading the property `metrics` waits for the
-        device."""
+        """The metrics that the step returned, a dict {name: value}. Reading the property `metrics`
+        waits for the device."""
         return _metrics.results(self._metrics)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Writes values for this step to the logs of the run. If `fit` has no workdir, `log` does nothing.
+        """Writes values for this step to the logs of the run. If `fit` has no workdir, `log` does
+        nothing.
 
-        Numbers are written to metrics.jsonl and to TensorBoard's files. `Histogram`, `Image` and `Text` objects are
-        written only to TensorBoard's files.
+        Numbers are written to metrics.jsonl and to TensorBoard's files. `Histogram`, `Image` and
+        `Text` objects are written only to TensorBoard's files.
 
         Args:
-          values: a dict {name: value}. Each value to log is a number, a bool, a `Histogram`, an `Image` or a `Text`.
+          values: a dict {name: value}. Each value to log is a number, a bool, a `Histogram`, an
+              `Image` or a `Text`.
 
         Raises:
           TypeError: a value is not a number, a bool, a `Histogram`, an `Image` or a `Text`.
@@ -64,21 +67,24 @@ class StepEnd:
             number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, np.number)
             if not number and not isinstance(value, bool | np.bool_ | MEDIA):
                 raise TypeError(
-                    f"log: '{name}' is a {type(value).__name__}: expected a number, tr.Histogram(values), "
+                    f"log: '{name}' is a {type(value).__name__}: expected a number, "
+                    f"tr.Histogram(values), "
                     "tr.Image(pixels) or tr.Text(text)"
                 )
         self._write(values)
 
     def stop(self) -> None:
-        """Ends the run after this step, as early stopping does. `fit` saves the state, and the run is complete."""
+        """Ends the run after this step, as early stopping does. `fit` saves the state, and the run
+        is complete."""
         self._stop()
 
 
 def call(run: Run, metrics: Any) -> None:
     """Calls the user's `on_step` functions after a step.
 
-    If an `on_step` function raises an error or is ended by a signal, `call` saves the state before the run ends. The
-    checkpoint also records whether the last step must still be logged and evaluated."""
+    If an `on_step` function raises an error or is ended by a signal, `call` saves the state before
+    the run ends. The checkpoint also records whether the last step must still be logged and
+    evaluated."""
 
     def write(values):
         if run.logger is not None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Measures the steps per second, excluding compilation and pauses such as evaluations. Also estimates the remaining
-    time of the run, including compilation and pauses."""
+    """Measures the steps per second, excluding compilation and pauses such as evaluations. Also
+    estimates the remaining time of the run, including compilation and pauses."""
 
     def __init__(self):
         self.compiled: float | None = None
@@ -30,8 +30,8 @@ class Clock:
         self._lap_began += time.perf_counter() - began
 
     def lap(self, at: int) -> float | None:
-        """Returns the number of steps per second since the last call of `lap`. The caller must wait for the device
-        before it calls `lap`."""
+        """Returns the number of steps per second since the last call of `lap`. The caller must wait
+        for the device before it calls `lap`."""
         now = time.perf_counter()
         if at > self._lap_at and now > self._lap_began:  # a coarse clock may not have moved
             self.rate = (at - self._lap_at) / (now - self._lap_began)

@@ -1,8 +1,9 @@
 """A cache of compiled programs on disk, so that later processes do not compile them again.
 
-JAX has its own cache of compiled programs, which is off by default. JAX writes the files of its cache in place and does
-not verify them, so that a process that is killed during a write leaves a damaged file. In fnet's cache of compiled
-programs, a file appears only when it is complete, each file has a checksum, and old files are deleted.
+JAX has its own cache of compiled programs, which is off by default. JAX writes the files of its
+cache in place and does not verify them, so that a process that is killed during a write leaves a
+damaged file. In fnet's cache of compiled programs, a file appears only when it is complete, each
+file has a checksum, and old files are deleted.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
         with tr.compilation_cache():
             state = init(jax.random.key(0))        # a second process starts without compiling
 
-    `fit` and the experiments of fnet use the compilation cache automatically. A program is loaded from the cache only
-    if it has the same operations, shapes, devices, compiler options and library versions. A cached program that was
-    compiled on a CPU with another instruction set or another number of cores is not loaded. If the environment variable
-    JAX_COMPILATION_CACHE_DIR names a folder, JAX's own cache in this folder is used instead of fnet's cache.
-    JAX_ENABLE_COMPILATION_CACHE=false disables fnet's cache and JAX's cache. If a cached program is damaged or cannot
-    be read, it is compiled again.
+    `fit` and the experiments of fnet use the compilation cache automatically. A program is loaded
+    from the cache only if it has the same operations, shapes, devices, compiler options and library
+    versions. A cached program that was compiled on a CPU with another instruction set or another
+    number of cores is not loaded. If the environment variable JAX_COMPILATION_CACHE_DIR names a
+    folder, JAX's own cache in this folder is used instead of fnet's cache.
+    JAX_ENABLE_COMPILATION_CACHE=false disables fnet's cache and JAX's cache. If a cached program is
+    damaged or cannot be read, it is compiled again.
 
     Args:
-      path: the folder of the cache, which grows to at most 4 GiB. The folder is used only if the current user owns the
-        folder and no other user can write to it, because the programs in the folder are executed. Default None: the
-        folder `compiled` in fnet's cache folder. fnet's cache folder is $FNET_CACHE, or if this environment variable is
-        not set, $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
+      path: the folder of the cache, which grows to at most 4 GiB. The folder is used only if the
+        current user owns the folder and no other user can write to it, because the programs in the
+        folder are executed. Default None: the folder `compiled` in fnet's cache folder. fnet's
+        cache folder is $FNET_CACHE, or if this environment variable is not set,
+        $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
 
     Example:
       >>> import tempfile
@@ -74,7 +77,8 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
 def preload(name: str) -> None:
     """Begins to load the compiled programs that an earlier process listed with `remember(name)`.
 
-    A second call of `preload` with the same `name` does nothing, because the process already has the programs.
+    A second call of `preload` with the same `name` does nothing, because the process already has
+    the programs.
     """
     if _store is not None and name not in _preloaded:
         _preloaded.add(name)
@@ -82,7 +86,8 @@ def preload(name: str) -> None:
 
 
 def remember(name: str) -> None:
-    """Stores the list of the compiled programs that this process has used since it called `preload(name)`."""
+    """Stores the list of the compiled programs that this process has used since it called
+    `preload(name)`."""
     if _store is not None and (programs := _jax.compilation.used()) != _store.get(_listed(name)):
         _store.put(_listed(name), programs)
 
@@ -99,14 +104,15 @@ def _begin(path):
 
 
 class Store:
-    """A folder of compiled programs, each with a key. A program that cannot be read counts as missing, and write errors
-    are ignored."""
+    """A folder of compiled programs, each with a key. A program that cannot be read counts as
+    missing, and write errors are ignored."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def open(self) -> bool:
-        """Creates the folder if necessary. Returns whether the folder exists and only this user can write to it."""
+        """Creates the folder if necessary. Returns whether the folder exists and only this user can
+        write to it."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.path.stat()
@@ -157,8 +163,9 @@ class Store:
 
 @functools.cache
 def _cpu() -> str:
-    """Returns the instruction set and the number of cores of the CPU. JAX's cache keys do not contain the instruction
-    set and the number of cores, so fnet's compilation cache adds them to each key."""
+    """Returns the instruction set and the number of cores of the CPU. JAX's cache keys do not
+    contain the instruction set and the number of cores, so fnet's compilation cache adds them to
+    each key."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:

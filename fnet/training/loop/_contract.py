@@ -1,4 +1,5 @@
-"""Checks that the user's functions meet the requirements of `fit`, if possible before the first step."""
+"""Checks that the user's functions meet the requirements of `fit`, if possible before the first
+step."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from fnet.training.checkpoints import _leaves
 
 
 def traced(step: Callable) -> Callable:
-    """Returns a function that runs the step and converts the metrics of the step with `as_metrics` (scalars become
-    `Mean`s). JAX traces the returned function only once, even if several functions call it.
+    """Returns a function that runs the step and converts the metrics of the step with `as_metrics`
+    (scalars become `Mean`s). JAX traces the returned function only once, even if several functions
+    call it.
 
     Raises:
-      TypeError: raised by the returned function if the step does not return a tuple (state, metrics).
+      TypeError: raised by the returned function if the step does not return a tuple (state,
+          metrics).
     """
 
     def outputs(state, batch):
@@ -34,15 +37,16 @@ def traced(step: Callable) -> Callable:
 
 
 def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
-    """Checks the leaves of the batch, and the state that the step returns. Returns the shapes and dtypes of the
-    metrics.
+    """Checks the leaves of the batch, and the state that the step returns. Returns the shapes and
+    dtypes of the metrics.
 
     Args:
       step: the result of `traced`.
 
     Raises:
-      TypeError: the step changes the structure, a shape or a dtype of the state; a run with such a step could not be
-        resumed. A TypeError is also raised if a leaf of the batch is neither an array nor a number.
+      TypeError: the step changes the structure, a shape or a dtype of the state; a run with such a
+        step could not be resumed. A TypeError is also raised if a leaf of the batch is neither an
+        array nor a number.
     """
     leaves = (
         [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
@@ -53,7 +57,8 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
                 f" as '{jax.tree_util.keystr(path, simple=True, separator='/')}'" if path else ""
             )
             raise TypeError(
-                f"batches(i) returned {_metrics.described(leaf)}{where}: a batch is a tree of arrays and "
+                f"batches(i) returned {_metrics.described(leaf)}{where}: a batch is a tree of "
+                f"arrays and "
                 "numbers"
             )
 
@@ -68,8 +73,8 @@ def check_state(state: Any, new: Any) -> None:
     `check_state` runs whenever the step is traced, for example for a batch of another shape.
 
     Raises:
-      TypeError: the step changes the structure, a shape or a dtype of the state; a run with such a step could not be
-        resumed.
+      TypeError: the step changes the structure, a shape or a dtype of the state; a run with such a
+        step could not be resumed.
     """
     took, returned = (
         {
@@ -87,27 +92,31 @@ def check_state(state: Any, new: Any) -> None:
         lines = [f"{jax.tree.structure(state)} became {jax.tree.structure(new)}"]
     if lines:
         raise TypeError(
-            "fit: step(state, batch) must return a state with the structure, shapes and dtypes of the one "
+            "fit: step(state, batch) must return a state with the structure, shapes and dtypes of "
+            "the one "
             "it takes, or the run could not be resumed:\n  " + "\n  ".join(lines)
         )
 
 
 def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
-    """Returns the result of an evaluation. Raises an error if an evaluation does not return a dict of metrics.
+    """Returns the result of an evaluation. Raises an error if an evaluation does not return a dict
+    of metrics.
 
     Raises:
-      TypeError: the evaluation does not return a dict, or a value in the dict is not a number, array, `Histogram`,
-        `Image` or `Text`.
+      TypeError: the evaluation does not return a dict, or a value in the dict is not a number,
+        array, `Histogram`, `Image` or `Text`.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(
-            f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; got a "
+            f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; "
+            f"got a "
             f"{type(metrics).__name__}"
         )
     for metric, value in metrics.items():
         if not (isinstance(value, MEDIA) or _metrics.real(value)):
             raise TypeError(
-                f"the evaluation '{name}' returned {_metrics.described(value)} as '{metric}': expected a "
+                f"the evaluation '{name}' returned {_metrics.described(value)} as '{metric}': "
+                f"expected a "
                 "number, an array of numbers, tr.Histogram, tr.Image or tr.Text"
             )
     return metrics
@@ -124,13 +133,15 @@ def check_watched(
 
     Args:
       watched: the names of the metrics that `best` and `early_stop` name.
-      evaluate: the evaluation functions. An `evaluator` knows the names of its metrics before it runs.
-      state: the state, from which an `evaluator` determines the names of its metrics. If `values` is given, `state` is
-        not used and may be None. Default None.
+      evaluate: the evaluation functions. An `evaluator` knows the names of its metrics before it
+          runs.
+      state: the state, from which an `evaluator` determines the names of its metrics. If `values`
+        is given, `state` is not used and may be None. Default None.
       values: the results of the evaluations. Default None: no evaluation has been run yet.
 
     Raises:
-      ValueError: a metric or an evaluation that `watched` names does not exist, or the metric is not a single number.
+      ValueError: a metric or an evaluation that `watched` names does not exist, or the metric is
+          not a single number.
     """
     for metric in watched:
         name = metric.partition("/")[0]

@@ -12,23 +12,24 @@ from fnet.training._direction import direction
 class EarlyStop:
     """A rule that stops a run when a metric has not improved for `patience` evaluations in a row.
 
-    A value that is NaN or infinite does not count as an improvement. After early stopping, `fit` returns the last
-    state, or with `restore_best=True`, the best state.
+    A value that is NaN or infinite does not count as an improvement. After early stopping, `fit`
+    returns the last state, or with `restore_best=True`, the best state.
 
     Args:
-      metric: the logged name of the metric, such as "validation/accuracy". The metric for early stopping should be
-        computed from validation data, that is, examples that are used neither for training nor for the final result
-        that you report.
+      metric: the logged name of the metric, such as "validation/accuracy". The metric for early
+        stopping should be computed from validation data, that is, examples that are used neither
+        for training nor for the final result that you report.
       patience: the number of consecutive evaluations without improvement after which the run stops.
-      mode: "max" if larger values are better, "min" if smaller values are better. Default None: "max" for accuracies,
-        "min" for losses and errors, and other well-known metrics accordingly. For any other metric, `mode` must be
-        given.
-      min_delta: a value counts as an improvement only if it is better than the best value by more than `min_delta`.
-        Default 0.
+      mode: "max" if larger values are better, "min" if smaller values are better. Default None:
+        "max" for accuracies, "min" for losses and errors, and other well-known metrics accordingly.
+        For any other metric, `mode` must be given.
+      min_delta: a value counts as an improvement only if it is better than the best value by more
+        than `min_delta`. Default 0.
 
     Raises:
-      ValueError: `mode` is neither "max" nor "min", or it is missing for a metric whose direction fnet does not know. A
-        ValueError is also raised if `patience` is less than 1, or `min_delta` is negative or not finite.
+      ValueError: `mode` is neither "max" nor "min", or it is missing for a metric whose direction
+        fnet does not know. A ValueError is also raised if `patience` is less than 1, or `min_delta`
+        is negative or not finite.
 
     >>> tr.EarlyStop(metric="validation/loss", mode="min", patience=3).patience
     3
@@ -49,7 +50,8 @@ class EarlyStop:
             )
 
     def update(self, best: float, stale: int, value: float) -> tuple[float, int]:
-        """Returns the new best value of the metric, and the number of evaluations since the best value.
+        """Returns the new best value of the metric, and the number of evaluations since the best
+        value.
 
         Args:
           best: the best value of the metric so far, or NaN before the first evaluation.
@@ -62,6 +64,7 @@ class EarlyStop:
 
 
 def better(value: float, best: float, mode: str, min_delta: float = 0.0) -> bool:
-    """Whether a metric's value is finite and improves on `best`, which is NaN if there is no earlier value."""
+    """Whether a metric's value is finite and improves on `best`, which is NaN if there is no
+    earlier value."""
     gain = value - best if mode == "max" else best - value
     return math.isfinite(value) and (math.isnan(best) or gain > min_delta)

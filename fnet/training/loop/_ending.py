@@ -1,5 +1,5 @@
-"""Saves the last complete step of a run that ends early, and records whether the resumed run must first log or evaluate
-this step."""
+"""Saves the last complete step of a run that ends early, and records whether the resumed run must
+first log or evaluate this step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """The run was interrupted by a signal. If the run has a workdir, its last complete step has been saved.
+    """The run was interrupted by a signal. If the run has a workdir, its last complete step has
+    been saved.
 
     >>> import signal
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
@@ -35,7 +36,8 @@ class Interrupted(Exception):
 class PeerLost(RuntimeError):
     """Raised by `fit` if another process of the same run has ended or cannot be reached.
 
-    After a `PeerLost` error, a script can end with an exit code that tells the scheduler to restart the job:
+    After a `PeerLost` error, a script can end with an exit code that tells the scheduler to restart
+    the job:
 
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
@@ -56,8 +58,8 @@ def put_off(run: Run) -> None:
 
 
 def rescue(run: Run) -> None:
-    """Saves the last complete step before an error ends the run. If the next step has already started, nothing is
-    saved, because the state was donated to it."""
+    """Saves the last complete step before an error ends the run. If the next step has already
+    started, nothing is saved, because the state was donated to it."""
     if (
         run.alone
         and run.at > run.begun
@@ -74,7 +76,8 @@ def rescue(run: Run) -> None:
 
 @contextlib.contextmanager
 def rescuing(run: Run) -> Iterator[None]:
-    """Saves the last complete step if user code raises an error, or if a signal arrives while user code runs."""
+    """Saves the last complete step if user code raises an error, or if a signal arrives while user
+    code runs."""
     try:
         yield
     except Stopping:
@@ -86,8 +89,9 @@ def rescuing(run: Run) -> Iterator[None]:
 
 
 def interruption(run: Run, *, boundary: bool) -> None:
-    """Saves and ends the run if a signal has arrived. After a signal, a run with several processes ends only at a step
-    with a log, an evaluation or a save, because the processes exchange their signals only at such steps."""
+    """Saves and ends the run if a signal has arrived. After a signal, a run with several processes
+    ends only at a step with a log, an evaluation or a save, because the processes exchange their
+    signals only at such steps."""
     if not run.alone:
         if not boundary:
             return

@@ -1,4 +1,5 @@
-"""Identifies a run by its configuration, data and number of steps, so that no other run resumes its checkpoints."""
+"""Identifies a run by its configuration, data and number of steps, so that no other run resumes its
+checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from fnet.training._config import LENGTHS, ConfigError
 class ResumeWarning(UserWarning):
     """A resumed run may differ from an uninterrupted run.
 
-    The message states the reason. A `ResumeWarning` is issued, for example, if the chip has changed, the data are read
-    again from the beginning, or the hyperparameters cannot be compared because `config` was not passed to `fit`.
+    The message states the reason. A `ResumeWarning` is issued, for example, if the chip has
+    changed, the data are read again from the beginning, or the hyperparameters cannot be compared
+    because `config` was not passed to `fit`.
 
     >>> import tempfile, warnings
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
@@ -62,14 +64,15 @@ def as_dict(config: Any, name: str = "config") -> dict[str, Any] | None:
 
 
 def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, Any]:
-    """Returns a dict that identifies the data: the description of the source (`batches.identity()`), a digest of one
-    batch, and of all data if the source has a method `digest`.
+    """Returns a dict that identifies the data: the description of the source
+    (`batches.identity()`), a digest of one batch, and of all data if the source has a method
+    `digest`.
 
     Args:
       batches: as in `fit`.
       at: the integer i for which `sample` is `batches(i)`.
-      sample: the batch `batches(at)`, or None if it is not known. `sample` is ignored if the source does not repeat its
-        batches.
+      sample: the batch `batches(at)`, or None if it is not known. `sample` is ignored if the source
+        does not repeat its batches.
     """
     described = batches.identity() if hasattr(batches, "identity") else {}
     if sample is None or getattr(batches, "resume", None) == "none":
@@ -89,21 +92,23 @@ def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, A
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, where: Any) -> None:
-    """Checks that the config and the data of a resumed run match its checkpoint, and that `steps` has not decreased.
+    """Checks that the config and the data of a resumed run match its checkpoint, and that `steps`
+    has not decreased.
 
-    If the current call of `fit` or the checkpoint has no config, a `ResumeWarning` says that the configurations cannot
-    be compared.
+    If the current call of `fit` or the checkpoint has no config, a `ResumeWarning` says that the
+    configurations cannot be compared.
 
     Args:
-      before: a dict with the keys "config", "data", "steps" and, for populations, "step", from the checkpoint.
+      before: a dict with the keys "config", "data", "steps" and, for populations, "step", from the
+          checkpoint.
       now: a dict with the same keys, for the current call of `fit`.
-      config: the argument `config` of `fit`. A field of `config` that is not in the checkpoint must have its default
-        value.
+      config: the argument `config` of `fit`. A field of `config` that is not in the checkpoint must
+        have its default value.
       where: the run's folder, for messages.
 
     Raises:
-      ConfigError: `config` is given, and the config, the data or the steps do not match the checkpoint. The message
-        lists the differences.
+      ConfigError: `config` is given, and the config, the data or the steps do not match the
+        checkpoint. The message lists the differences.
     """
     old, new = before.get("config"), now["config"]
     data = _differences(before.get("data") or {}, now["data"], "the data's ")
@@ -133,7 +138,8 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, wher
         changed = f"{'; '.join(data)}. " if data else ""
         warnings.warn(
             f"{where}: {changed}{which} has no config=, so the model, the optimizer and their "
-            "hyperparameters cannot be compared with those of the saved run. Pass fit(..., config=) "
+            "hyperparameters cannot be compared with those of the saved run. Pass fit(..., "
+            "config=) "
             "each time",
             ResumeWarning,
             stacklevel=5,

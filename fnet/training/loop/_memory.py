@@ -1,5 +1,5 @@
-"""Reports that memory ran out. The report lists the largest arrays and, for a training step, estimates the largest
-batch that fits."""
+"""Reports that memory ran out. The report lists the largest arrays and, for a training step,
+estimates the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _GUESSES = 6
 class OutOfMemory(MemoryError):
     """The training step, or an evaluation, needs more memory than the device has.
 
-    The error message lists the largest arrays by their paths. For a training step, the error message also estimates the
-    largest batch that fits.
+    The error message lists the largest arrays by their paths. For a training step, the error
+    message also estimates the largest batch that fits.
 
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
@@ -86,8 +86,9 @@ def error(reason: BaseException, run: Run) -> OutOfMemory:
 
 
 def _needs(step, state, batch, plan, memory, largest) -> list[str]:
-    """Returns the lines of the error message that state the peak memory and the largest batch that fits. Adds to the
-    list `largest` the largest activations that are live when the memory use is at its peak."""
+    """Returns the lines of the error message that state the peak memory and the largest batch that
+    fits. Adds to the list `largest` the largest activations that are live when the memory use is at
+    its peak."""
     rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
     unit = (
         1

@@ -1,5 +1,5 @@
-"""Detects metrics and states that are not finite, on the device. Finds the layer that caused non-finite values by
-replaying the step."""
+"""Detects metrics and states that are not finite, on the device. Finds the layer that caused
+non-finite values by replaying the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fnet.training.checkpoints import _leaves
 
 
 class Diverged(ArithmeticError):
-    """The state or a metric contains a NaN or infinite value. `fit` never saves a state with NaN or infinite values.
+    """The state or a metric contains a NaN or infinite value. `fit` never saves a state with NaN or
+    infinite values.
 
     >>> diverges = lambda state, batch: (state.apply(optax.sgd(1.0), {"w": jnp.log(state.params["w"])}), {})
     >>> state = tr.TrainState.create({"w": -jnp.ones(3)}, optax.sgd(1.0))
@@ -29,9 +30,10 @@ class Diverged(ArithmeticError):
 
 
 def start(skipped: Any) -> dict[str, Any]:
-    """Returns the initial value of the dict `watch`, which records non-finite steps (steps with NaN or infinity). The
-    dict `watch` contains the number of the first non-finite step, the index of the first non-finite leaf of this step
-    (both -1 if there is none), and the number of skipped steps."""
+    """Returns the initial value of the dict `watch`, which records non-finite steps (steps with NaN
+    or infinity). The dict `watch` contains the number of the first non-finite step, the index of
+    the first non-finite leaf of this step (both -1 if there is none), and the number of skipped
+    steps."""
     return {
         "bad": np.array(-1, np.int32),
         "leaf": np.array(-1, np.int32),
@@ -42,8 +44,8 @@ def start(skipped: Any) -> dict[str, Any]:
 def watched(
     metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()
 ) -> list[tuple[str, Any]]:
-    """Returns the floating-point leaves to check, each with its name in messages: first the loss, then the other
-    metrics, then the state."""
+    """Returns the floating-point leaves to check, each with its name in messages: first the loss,
+    then the other metrics, then the state."""
     found = []
     for name in sorted(metrics, key=lambda name: name != "loss"):
         called = "the loss" if name == "loss" else f"the metric '{name}'"
@@ -57,9 +59,10 @@ def watched(
 
 
 def exempt(state: Any) -> set[str]:
-    """Returns the paths of the leaves of the state that contain NaN or infinity before the first step. For example, the
-    state of `optax.contrib.reduce_on_plateau` starts with a best value of infinity. `exempt` checks neither the
-    parameters nor other leaves of the state that are larger than 1 MiB."""
+    """Returns the paths of the leaves of the state that contain NaN or infinity before the first
+    step. For example, the state of `optax.contrib.reduce_on_plateau` starts with a best value of
+    infinity. `exempt` checks neither the parameters nor other leaves of the state that are larger
+    than 1 MiB."""
 
     def infinite(path, leaf):
         if (
@@ -83,8 +86,8 @@ def look(
     skip: bool,
     exempt: Collection[str] = (),
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns whether the metrics and the state `new` after a step are finite, as a bool on the device. Also returns
-    the updated `watch` (the record of non-finite steps)."""
+    """Returns whether the metrics and the state `new` after a step are finite, as a bool on the
+    device. Also returns the updated `watch` (the record of non-finite steps)."""
     leaf = _first([leaf for _, leaf in watched(metrics, new, exempt)])
     sound = leaf < 0
     first = ~sound & (watch["bad"] < 0)
@@ -100,9 +103,9 @@ def look(
 def _first(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns the index of the first array that contains NaN or infinity, or -1.
 
-    If the sum of squares of an array is finite, all elements are finite. On a CPU, the sum of squares is computed four
-    times as fast as `isfinite(x).all()`. If a sum of squares is not finite, each element is checked, because the square
-    of a finite element may overflow.
+    If the sum of squares of an array is finite, all elements are finite. On a CPU, the sum of
+    squares is computed four times as fast as `isfinite(x).all()`. If a sum of squares is not
+    finite, each element is checked, because the square of a finite element may overflow.
     """
     if not arrays:
         return jnp.int32(-1)
@@ -124,8 +127,8 @@ def _square(x):
 
 
 def kept(sound: jax.Array, new: Any, old: Any) -> Any:
-    """Returns `new` if the step was finite, otherwise `old`. The counter `step` increases whether or not the step is
-    skipped."""
+    """Returns `new` if the step was finite, otherwise `old`. The counter `step` increases whether
+    or not the step is skipped."""
 
     def choose(path, a, b):
         if jax.tree_util.keystr(path, simple=True, separator="/") == "step":
@@ -139,16 +142,16 @@ def kept(sound: jax.Array, new: Any, old: Any) -> Any:
 
 
 def sound(watch: Mapping[str, Any], skip: bool) -> Any:
-    """Returns whether the state may be saved, or None if `skip` is True. The result is a boolean array on the device,
-    so that the host need not wait for its value."""
+    """Returns whether the state may be saved, or None if `skip` is True. The result is a boolean
+    array on the device, so that the host need not wait for its value."""
     return None if skip else watch["bad"] < 0
 
 
 def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any] | None) -> str:
     """Names the first operation of a step that produces NaN or infinity from finite inputs.
 
-    `first_layer` ignores operations that also produced NaN or infinity in the previous step, because the new state and
-    the metrics of the previous step were finite nevertheless.
+    `first_layer` ignores operations that also produced NaN or infinity in the previous step,
+    because the new state and the metrics of the previous step were finite nevertheless.
 
     Args:
       step: the step function, as in `fit`.
@@ -176,9 +179,9 @@ def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any]
 
 
 def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
-    """Returns a function of (state, batch) that finds the operations of the step that produce NaN or infinity from
-    finite inputs. For each of the operations that are found, the result contains (number of the operation, scope,
-    primitive, "NaN" or "infinity", dtype and shape)."""
+    """Returns a function of (state, batch) that finds the operations of the step that produce NaN
+    or infinity from finite inputs. For each of the operations that are found, the result contains
+    (number of the operation, scope, primitive, "NaN" or "infinity", dtype and shape)."""
     known: list[tuple[str, str, str]] = []
     fired: dict[int, str] = {}
     lock = threading.Lock()

@@ -14,11 +14,12 @@ from fnet.training.loop._fingerprint import ResumeWarning
 
 
 def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the positions of all processes. The position of a process is its position in its own data source. Every
-    process must call `gathered`, because the processes communicate.
+    """Returns the positions of all processes. The position of a process is its position in its own
+    data source. Every process must call `gathered`, because the processes communicate.
 
     Args:
-      position: the position of this process in its data source, the result of `batches.position(step)`.
+      position: the position of this process in its data source, the result of
+          `batches.position(step)`.
     """
     if jax.process_count() == 1:
         return position
@@ -33,17 +34,19 @@ def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
 def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
     """Returns this process's position in its data source, from the positions in a checkpoint.
 
-    If the number of processes has changed since the checkpoint was saved, `own` issues a `ResumeWarning` and returns
-    the position of process 0 in every process. In the returned position of process 0, the internal state of the data
-    source (the key "state") is replaced by None."""
+    If the number of processes has changed since the checkpoint was saved, `own` issues a
+    `ResumeWarning` and returns the position of process 0 in every process. In the returned position
+    of process 0, the internal state of the data source (the key "state") is replaced by None."""
     if saved is None:
         return None
     every, count = saved.get("processes", [saved]), jax.process_count()
     if len(every) == count:
         return every[jax.process_index()]
     warnings.warn(
-        f"the data was read by {len(every)} processes and is now read by {count}: each one reads its epoch "
-        f"from the start up to step {step}, and the batches differ from those of an uninterrupted run",
+        f"the data was read by {len(every)} processes and is now read by {count}: each one reads "
+        f"its epoch "
+        f"from the start up to step {step}, and the batches differ from those of an uninterrupted "
+        f"run",
         ResumeWarning,
         stacklevel=5,
     )

@@ -17,17 +17,18 @@ _GRACE = 0.5  # seconds that `close` waits for the thread, because a source may 
 
 
 class Prefetch:
-    """Prepares `batches(i)` for i = start, start + 1, ... in a thread, ahead of the steps that use them.
+    """Prepares `batches(i)` for i = start, start + 1, ... in a thread, ahead of the steps that use
+    them.
 
     Args:
-      batches: a function; `batches(i)` is the batch of step i. The NumPy arrays of a batch are copied, so a source may
-          reuse its buffers.
+      batches: a function; `batches(i)` is the batch of step i. The NumPy arrays of a batch are
+          copied, so a source may reuse its buffers.
       start, stop: the range of the steps, as in `range(start, stop)`.
       depth: the number of batches that are kept ready. Default 2.
-      seen: the `Signals` of the run, which record received signals such as SIGINT. After a signal, `__call__` raises
-        `Stopping` if no batch is ready. Default None: signals are not checked.
-      move: whether to move NumPy arrays to the device. If `move` is False, batches are returned unchanged. Default
-        True.
+      seen: the `Signals` of the run, which record received signals such as SIGINT. After a signal,
+        `__call__` raises `Stopping` if no batch is ready. Default None: signals are not checked.
+      move: whether to move NumPy arrays to the device. If `move` is False, batches are returned
+        unchanged. Default True.
 
     Attributes:
       waited: the total time that `__call__` has waited, in seconds.
@@ -71,8 +72,8 @@ class Prefetch:
     def close(self, *, wait: bool = False) -> None:
         """Ends the thread. `close` waits at most 0.5 seconds for a thread that is inside `batches`.
 
-        With `wait=True`, `close` waits for the thread without a time limit, unless a signal arrives. Pass `wait=True`
-        if `batches` will be called again."""
+        With `wait=True`, `close` waits for the thread without a time limit, unless a signal
+        arrives. Pass `wait=True` if `batches` will be called again."""
         self._closed.set()
         end = time.monotonic() + _GRACE
         while self._thread.is_alive() and (

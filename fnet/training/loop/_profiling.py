@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 FOLDER = "profile"
 _PAGE = (
-    "<!doctype html><meta charset=utf-8><title>{title}</title><style>body{{font:14px sans-serif;margin:2em}}"
-    "td,th{{padding:.2em .8em;text-align:right;white-space:nowrap}}td:first-child{{text-align:left}}"
+    "<!doctype html><meta charset=utf-8><title>{title}</title><style>body{{font:14px "
+    "sans-serif;margin:2em}}"
+    "td,th{{padding:.2em "
+    ".8em;text-align:right;white-space:nowrap}}td:first-child{{text-align:left}}"
     "</style><h1>{title}</h1>{table}"
 )
 
@@ -29,12 +31,14 @@ def check(steps: Any, *, total: int, workdir: Any, jit: bool) -> None:
         or not 0 <= steps.start < steps.stop <= total
     ):
         raise ValueError(
-            f"fit(..., profile_steps=): expected consecutive steps of the {total:,}, such as range(1, "
+            f"fit(..., profile_steps=): expected consecutive steps of the {total:,}, such as "
+            f"range(1, "
             f"6); got {steps!r}"
         )
     if isinstance(workdir, str) and "://" in workdir:
         raise ValueError(
-            f"fit(..., profile_steps=): expected a local workdir, got {workdir}; profile a short run"
+            f"fit(..., profile_steps=): expected a local workdir, got {workdir}; profile a short "
+            f"run"
         )
     if workdir is None:
         raise ValueError(
@@ -47,8 +51,8 @@ def check(steps: Any, *, total: int, workdir: Any, jit: bool) -> None:
 
 
 class Profiling:
-    """Runs JAX's profiler during selected steps of a run. The first step of a process is not profiled, because its time
-    includes compilation.
+    """Runs JAX's profiler during selected steps of a run. The first step of a process is not
+    profiled, because its time includes compilation.
 
     Args:
       run: the run.
@@ -62,7 +66,8 @@ class Profiling:
         self.done = False
 
     def __call__(self, advance: Callable) -> Callable:
-        """Returns a function that runs `advance`, and starts and stops the profiler at the selected steps."""
+        """Returns a function that runs `advance`, and starts and stops the profiler at the selected
+        steps."""
 
         def profiled(*args):
             at = self.run.at

@@ -24,21 +24,21 @@ def duration(seconds: float) -> str:
 
 
 def _is_terminal(stream: Any) -> bool:
-    """Whether the stream is a terminal, which can redraw lines. A process without a terminal may have None as its
-    standard output."""
+    """Whether the stream is a terminal, which can redraw lines. A process without a terminal may
+    have None as its standard output."""
     return stream is not None and not getattr(stream, "closed", False) and stream.isatty()
 
 
 class Progress:
     """Prints the progress of a run to a stream. Without a `Progress`, `fit` prints nothing.
 
-    If the stream is closed (a closed terminal or pipe), or the process has no standard output, the run continues and
-    prints nothing.
+    If the stream is closed (a closed terminal or pipe), or the process has no standard output, the
+    run continues and prints nothing.
 
     Args:
       stream: the text stream to write to. Default None: the standard output.
-      bar: whether to show a progress bar below the printed lines. Default None: a bar is shown if the stream is a
-        terminal.
+      bar: whether to show a progress bar below the printed lines. Default None: a bar is shown if
+        the stream is a terminal.
       refresh: the largest number of times per second that the progress bar is redrawn. Default 4.
 
     >>> import io
@@ -109,7 +109,8 @@ class Progress:
                     bar.stop()
 
     def tick(self, step: int, rate: float | None, left: float | None) -> None:
-        """Redraws the bar after step `step` has been dispatched, at most `refresh` times per second.
+        """Redraws the bar after step `step` has been dispatched, at most `refresh` times per
+        second.
 
         `tick` does not wait for the device.
 
@@ -139,10 +140,11 @@ class Progress:
         left: float | None,
         mfu: Any = None,
     ) -> None:
-        """Prints one line: the metrics at a step, the steps per second, the MFU and the remaining time.
+        """Prints one line: the metrics at a step, the steps per second, the MFU and the remaining
+        time.
 
-        The first call of `log` also prints one line that states the peak rate to which the MFU refers, or the reason
-        why the MFU is unknown.
+        The first call of `log` also prints one line that states the peak rate to which the MFU
+        refers, or the reason why the MFU is unknown.
 
         Args:
           step: the number of steps so far.

@@ -1,5 +1,6 @@
-"""The environment of a run (chip, devices, jaxlib), and the rewrite rules of `tune` that are selected for its chip.
-Checkpoints contain the environment and the rewrite rules, so that a run can be resumed exactly."""
+"""The environment of a run (chip, devices, jaxlib), and the rewrite rules of `tune` that are
+selected for its chip. Checkpoints contain the environment and the rewrite rules, so that a run can
+be resumed exactly."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def facts(state: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes changes of a run's environment that may change how results are rounded. Returns "" if nothing in the
-    environment has changed."""
+    """Describes changes of a run's environment that may change how results are rounded. Returns ""
+    if nothing in the environment has changed."""
     words = {
         "chip": "the chip",
         "devices": "the number of devices",
@@ -54,8 +55,8 @@ def chosen(tuned: Callable) -> list[str]:
 
 
 def rules(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Returns the rewrite rules of `tune` with which the run was started, a dict {name: whether the rule is used}.
-    Returns None if the run was started on another kind of chip or without `tune`."""
+    """Returns the rewrite rules of `tune` with which the run was started, a dict {name: whether the
+    rule is used}. Returns None if the run was started on another kind of chip or without `tune`."""
     kept = before.get("tune")
     if before.get("kind") != now["kind"] or not isinstance(kept, list):
         return None

@@ -15,11 +15,12 @@ _REPORTS = 8  # largest number of reports for one leaf
 
 
 class Arguments:
-    """Detects new shapes, dtypes and structures of an argument of the step, for which XLA compiles the step again.
+    """Detects new shapes, dtypes and structures of an argument of the step, for which XLA compiles
+    the step again.
 
     Args:
-      name: the name of the argument, such as "batch". A message names a leaf by its path, which begins with `name`, as
-        in "batch/x".
+      name: the name of the argument, such as "batch". A message names a leaf by its path, which
+        begins with `name`, as in "batch/x".
     """
 
     def __init__(self, name: str):
@@ -29,11 +30,11 @@ class Arguments:
         self._reports: dict[str, int] = {}
 
     def changed(self, tree: Any) -> str | None:
-        """Describes how a tree differs from the tree of the previous call. Returns None at the first call, or if the
-        structure, shapes and dtypes of the tree have occurred before.
+        """Describes how a tree differs from the tree of the previous call. Returns None at the
+        first call, or if the structure, shapes and dtypes of the tree have occurred before.
 
-        If only shapes or dtypes of leaves have changed, and 8 changes of each changed leaf have already been reported,
-        `changed` also returns None, to limit the number of messages.
+        If only shapes or dtypes of leaves have changed, and 8 changes of each changed leaf have
+        already been reported, `changed` also returns None, to limit the number of messages.
         """
         leaves, structure = jax.tree.flatten(tree)
         kind = (
@@ -54,7 +55,8 @@ class Arguments:
         return None if before is None else self._difference(before, kind, tree)
 
     def shapes(self) -> Any:
-        """Returns the last tree that `changed` received, with a `jax.ShapeDtypeStruct` for each leaf."""
+        """Returns the last tree that `changed` received, with a `jax.ShapeDtypeStruct` for each
+        leaf."""
         structure, kinds = self.last
         leaf = lambda shape, dtype, _: jax.ShapeDtypeStruct(
             shape, dtype if hasattr(dtype, "name") else jnp.result_type(dtype)
@@ -77,13 +79,15 @@ class Arguments:
             told |= count <= _REPORTS
             more = f"; further shapes of {path} are not reported: pad it to a few fixed ones"
             words.append(
-                f"{path} was {_described(*old)}, is {_described(*new)}{more if count == _REPORTS else ''}"
+                f"{path} was {_described(*old)}, is "
+                f"{_described(*new)}{more if count == _REPORTS else ''}"
             )
         return ", ".join(words) if told else None
 
 
 def notice(run: Run, batch: Any) -> None:
-    """Reports an argument whose new shapes, dtypes or structure cause a new compilation of the step."""
+    """Reports an argument whose new shapes, dtypes or structure cause a new compilation of the
+    step."""
     changed = run.batch_kinds.changed(batch)
     if run.at <= run.begun + 1:  # later states have the shapes of the first result
         changed = run.state_kinds.changed(run.state) or changed

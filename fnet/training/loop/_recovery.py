@@ -1,4 +1,5 @@
-"""Handles a state or a metric that is not finite: skips the step, rolls back, or stops with an explanation."""
+"""Handles a state or a metric that is not finite: skips the step, rolls back, or stops with an
+explanation."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _ROLLBACKS = 3  # largest number of rollbacks to the same checkpoint
 
 
 def broken(run: Run) -> bool:
-    """Handles a step whose state or metrics are not finite. Returns whether the run was rolled back to a checkpoint.
-    Waits for the device."""
+    """Handles a step whose state or metrics are not finite. Returns whether the run was rolled back
+    to a checkpoint. Waits for the device."""
     if run.nonfinite == "skip":
         _skipped(run)
         return False
@@ -46,7 +47,8 @@ def broken(run: Run) -> bool:
     if run.logger is not None:
         run.logger = run.logs()
     run.say(
-        f"step {bad + 1} was not finite: rolled back to step {run.at}, continuing with batch {batch + 1}"
+        f"step {bad + 1} was not finite: rolled back to step {run.at}, continuing with batch "
+        f"{batch + 1}"
     )
     run.feed()
     run.clock.lap(run.at)
@@ -54,9 +56,9 @@ def broken(run: Run) -> bool:
 
 
 def target(run: Run, most: int) -> int | None:
-    """Returns the step of the checkpoint to roll back to: the last one up to step `most` that an uninterrupted run
-    would have saved, too. From a checkpoint that exists only because the run was interrupted there, a resumed run would
-    continue with other batches than an uninterrupted run."""
+    """Returns the step of the checkpoint to roll back to: the last one up to step `most` that an
+    uninterrupted run would have saved, too. From a checkpoint that exists only because the run was
+    interrupted there, a resumed run would continue with other batches than an uninterrupted run."""
     if run.checkpoints is None or run.nonfinite != "rollback":
         return None
     run.checkpoints.wait()
@@ -68,7 +70,8 @@ def target(run: Run, most: int) -> int | None:
 
 
 def _skipped(run):
-    """Reports the steps that were skipped since the last check, which may have been in an earlier process."""
+    """Reports the steps that were skipped since the last check, which may have been in an earlier
+    process."""
     bad, total = int(run.watch["bad"]), int(run.watch["skipped"])
     (since, before), run.checked = run.checked, (run.at, total)
     count, steps = total - before, run.at - since
@@ -106,7 +109,8 @@ def diverged(run: Run, bad: int, more: str = "", *, what: str | None = None) -> 
 
 
 def _blame(run, bad, kept):
-    """Replays the run up to the step that produced NaN or infinity, and names the layer of the first such value."""
+    """Replays the run up to the step that produced NaN or infinity, and names the layer of the
+    first such value."""
     if kept is not None and kept <= bad:
         run.load()
         state, at = run.state, run.at

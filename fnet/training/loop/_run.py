@@ -49,8 +49,8 @@ _IN_FLIGHT = 2  # steps that the device may be behind the host, which limits the
 
 
 class Run:
-    """A run of `fit`. A checkpoint contains the attributes `state` and `loop` of the run. The dict `loop` contains sums
-    of metrics, best values and counters."""
+    """A run of `fit`. A checkpoint contains the attributes `state` and `loop` of the run. The dict
+    `loop` contains sums of metrics, best values and counters."""
 
     checkpoints: Checkpoints | None = None
     logger: Logger | None = None
@@ -130,8 +130,8 @@ class Run:
         self.busy: str | None = None  # the current activity, if it is not a step
 
     def first(self) -> Any:
-        """Returns the first batch, whose shapes and digest describe the data of the run. A signal ends the wait for the
-        first batch."""
+        """Returns the first batch, whose shapes and digest describe the data of the run. A signal
+        ends the wait for the first batch."""
         if not self.alone and self.spread.plan is not None:
             return None
         feed = Prefetch(
@@ -216,8 +216,10 @@ class Run:
             kept = self.checkpoints and self.checkpoints.latest()
             then = "begin again at the first step" if kept is None else f"resume from step {kept}"
             raise PeerLost(
-                f"process {jax.process_index()} of {jax.process_count()} lost the others at step {self.at} "
-                f"({str(error).strip().splitlines()[0][:150].strip()}): start all of them again, they {then}"
+                f"process {jax.process_index()} of {jax.process_count()} lost the others at step "
+                f"{self.at} "
+                f"({str(error).strip().splitlines()[0][:150].strip()}): start all of them again, "
+                f"they {then}"
             ) from error
 
     def until_done(self) -> None:
@@ -330,7 +332,8 @@ class Run:
             self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
 
     def left(self) -> tuple[bool, bool]:
-        """Returns two bools: whether the current step must be logged, and whether it must be evaluated."""
+        """Returns two bools: whether the current step must be logged, and whether it must be
+        evaluated."""
         last = self.at == self.steps or bool(self.loop["stopped"])
         return self.at % self.log_every == 0 or last, self.at % self.every == 0 or last
 
@@ -341,7 +344,8 @@ class Run:
     def check_counter(self) -> None:
         if (counted := int(self.state.step)) != self.at:
             raise ValueError(
-                f"fit: step {self.at - 1} must return a state whose `step` is {self.at}; it is {counted}. "
+                f"fit: step {self.at - 1} must return a state whose `step` is {self.at}; it is "
+                f"{counted}. "
                 "Use state.apply(tx, grads), or state.replace(step=state.step + 1)"
             )
 
@@ -388,9 +392,11 @@ class Run:
     # Evaluating.
 
     def evaluation(self, trained: Mapping[str, float]) -> None:
-        """Evaluates the state, updates the best value and early stopping, and saves the state if necessary.
+        """Evaluates the state, updates the best value and early stopping, and saves the state if
+        necessary.
 
-        The state is saved before the evaluation, so that an interrupted evaluation is repeated by the resumed run.
+        The state is saved before the evaluation, so that an interrupted evaluation is repeated by
+        the resumed run.
         """
         self.loop["due"] = np.array(True)
         if self.saves():
@@ -431,7 +437,8 @@ class Run:
         return values
 
     def judge(self, values: Mapping[str, Any]) -> bool:
-        """Returns whether the monitored metric has its best value so far, and updates the counter of early stopping."""
+        """Returns whether the monitored metric has its best value so far, and updates the counter
+        of early stopping."""
         improved = False
         if self.best is not None:
             name, mode = self.best
@@ -446,12 +453,14 @@ class Run:
             if stale >= rule.patience:
                 self.loop["stopped"] = np.array(True)
                 self.say(
-                    f"stopped early: {rule.metric} has not been better than {best:.4g} for {stale} evaluations"
+                    f"stopped early: {rule.metric} has not been better than {best:.4g} for {stale} "
+                    f"evaluations"
                 )
         return improved
 
     def criteria(self) -> dict[str, list[str | None] | None]:
-        """Returns the metric and mode of `best` and of `early_stop`, as a dict to be stored in each checkpoint."""
+        """Returns the metric and mode of `best` and of `early_stop`, as a dict to be stored in each
+        checkpoint."""
         rule = self.early_stop
         return {
             "best": self.best and list(self.best),

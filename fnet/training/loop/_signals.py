@@ -1,7 +1,7 @@
 """Signals that ask a run to stop.
 
-A signal is recorded when it arrives. The training loop handles the signal after a step, or during an evaluation, a
-callback or a wait for data.
+A signal is recorded when it arrives. The training loop handles the signal after a step, or during
+an evaluation, a callback or a wait for data.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _runs: list[
 
 
 class Stopping(BaseException):
-    """Raised after a signal, to interrupt an evaluation, a callback or a wait for data. `fit` catches this exception.
+    """Raised after a signal, to interrupt an evaluation, a callback or a wait for data. `fit`
+    catches this exception.
 
-    `Stopping` is not a subclass of Exception, so that user code which retries after errors does not catch it.
+    `Stopping` is not a subclass of Exception, so that user code which retries after errors does not
+    catch it.
     """
 
 
@@ -40,8 +42,9 @@ class Signals:
 
     Attributes:
       received: the name of the first signal, or None.
-      interrupts: whether a signal may raise `Stopping` in the main thread. The attribute `interrupts` is True while the
-        main thread runs user code that does not change the state, such as an evaluation.
+      interrupts: whether a signal may raise `Stopping` in the main thread. The attribute
+        `interrupts` is True while the main thread runs user code that does not change the state,
+        such as an evaluation.
     """
 
     received: str | None = None
@@ -53,8 +56,8 @@ class Signals:
 
         Args:
           allowed: whether a signal raises `Stopping`. Default True.
-          grace: a number of seconds. If a signal arrived before the with statement, the body may run for `grace`
-            seconds before `Stopping` is raised. Default 0.
+          grace: a number of seconds. If a signal arrived before the with statement, the body may
+            run for `grace` seconds before `Stopping` is raised. Default 0.
         """
         alarm = None
         try:
@@ -83,7 +86,8 @@ def _no_alarm() -> bool:
 
 
 def poll() -> None:
-    """Ends the current evaluation if a signal has arrived. Evaluations call `poll` between two batches.
+    """Ends the current evaluation if a signal has arrived. Evaluations call `poll` between two
+    batches.
 
     Raises:
       Stopping: a signal has arrived. The evaluation is repeated when the run is resumed.
@@ -94,14 +98,16 @@ def poll() -> None:
 
 @contextlib.contextmanager
 def signals() -> Iterator[Signals]:
-    """Returns a context manager that records the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 sent to the process.
+    """Returns a context manager that records the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 sent to
+    the process.
 
-    A signal that arrives more than one second after the first signal ends the process. In an interactive session, a
-    later signal raises KeyboardInterrupt instead of ending the process. All signals within one second of the first
-    signal are treated as one signal. The old signal handlers are restored no earlier than one second after the first
-    signal, so that a repeated signal is caught. Signals that the process ignores (`nohup`) stay ignored, and a SIGUSR1
-    handler of the user stays installed. No signal handlers are installed outside of the main thread. In forked child
-    processes, the old signal handlers are restored.
+    A signal that arrives more than one second after the first signal ends the process. In an
+    interactive session, a later signal raises KeyboardInterrupt instead of ending the process. All
+    signals within one second of the first signal are treated as one signal. The old signal handlers
+    are restored no earlier than one second after the first signal, so that a repeated signal is
+    caught. Signals that the process ignores (`nohup`) stay ignored, and a SIGUSR1 handler of the
+    user stays installed. No signal handlers are installed outside of the main thread. In forked
+    child processes, the old signal handlers are restored.
     """
     seen = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -132,7 +138,8 @@ def signals() -> Iterator[Signals]:
         seen.poll()
 
     def forget():
-        """Restores, in a forked child process, the signal handlers that were installed before `fit`."""
+        """Restores, in a forked child process, the signal handlers that were installed before
+        `fit`."""
         signal.set_wakeup_fd(-1)
         for number, handler in own.items():
             signal.signal(number, handler)
@@ -171,8 +178,9 @@ if hasattr(os, "register_at_fork"):
 def _later_ends(numbers) -> Iterator[None]:
     """Ends the process at a signal that arrives more than one second after the first signal.
 
-    Python runs signal handlers only in the main thread, and not while the main thread compiles a program. Python
-    immediately writes the number of each signal to a pipe, and a second thread reads this pipe."""
+    Python runs signal handlers only in the main thread, and not while the main thread compiles a
+    program. Python immediately writes the number of each signal to a pipe, and a second thread
+    reads this pipe."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -16,8 +16,8 @@ from fnet.training._metrics import placed
 
 
 class Spread:
-    """Transfers the arrays of a run to devices, with the shardings of a plan (the result of `parallel.plan`). Without a
-    plan, arrays stay on their devices.
+    """Transfers the arrays of a run to devices, with the shardings of a plan (the result of
+    `parallel.plan`). Without a plan, arrays stay on their devices.
 
     Args:
       plan: the result of `parallel.plan`, or None.
@@ -29,7 +29,8 @@ class Spread:
     def __init__(self, plan: Plan | None):
         if plan is not None and not plan.attached:
             raise ValueError(
-                f"fit: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; plan for "
+                f"fit: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; "
+                f"plan for "
                 "devices='local' or jax.devices() to run"
             )
         self.plan = plan
@@ -45,8 +46,8 @@ class Spread:
         return step if self.plan is None else self.plan.jit(step)
 
     def state(self, state: Any) -> Any:
-        """Copies the state to the devices of the plan, with the plan's shardings. The step donates the copied state,
-        not the caller's state.
+        """Copies the state to the devices of the plan, with the plan's shardings. The step donates
+        the copied state, not the caller's state.
 
         Raises:
           ValueError: the state has another structure than the state for which the plan was made.
@@ -55,8 +56,10 @@ class Spread:
             return jax.tree.map(_copy, state)
         if jax.tree.structure(state) != jax.tree.structure(self.plan.state):
             raise ValueError(
-                "fit: the plan is for a state of another structure: plan with the init that makes this "
-                f"one; it has {jax.tree.structure(state)}, the plan {jax.tree.structure(self.plan.state)}"
+                "fit: the plan is for a state of another structure: plan with the init that makes "
+                "this "
+                f"one; it has {jax.tree.structure(state)}, the plan "
+                f"{jax.tree.structure(self.plan.state)}"
             )
         placed = [
             getattr(x, "sharding", None) == place and x.committed
@@ -65,31 +68,32 @@ class Spread:
         return jax.tree.map(_copy, state) if all(placed) else self.plan.place(state)
 
     def batch(self, batch: Any, at: int) -> Any:
-        """Transfers the batch to the devices of the plan, with the plan's sharding. Each row of the batch is copied
-        only to its device."""
+        """Transfers the batch to the devices of the plan, with the plan's sharding. Each row of the
+        batch is copied only to its device."""
         if self.rows is None:
             return batch
         placed = self.rows.place(self.rows.fill(batch, at, whole=True))
         return jax.block_until_ready(placed)  # the source may reuse the arrays of the batch
 
     def shapes(self, batch: Callable[[], Any]) -> Any:
-        """Returns a tree whose leaves have the shapes and dtypes of a batch. If there is a plan, the tree is
-        `plan.shapes`. Without a plan, the tree is the batch that the function `batch` returns."""
+        """Returns a tree whose leaves have the shapes and dtypes of a batch. If there is a plan,
+        the tree is `plan.shapes`. Without a plan, the tree is the batch that the function `batch`
+        returns."""
         return batch() if self.plan is None else self.plan.shapes
 
     def whole(self, tree: Any) -> Any:
         """Replicates small arrays, such as the sums of the metrics, on all devices of the plan.
 
-        The compiled step also replicates the updated sums of the metrics on all devices. Because the results of the
-        step have the shardings of its arguments, JAX does not compile the step again when the results are passed to the
-        next call.
+        The compiled step also replicates the updated sums of the metrics on all devices. Because
+        the results of the step have the shardings of its arguments, JAX does not compile the step
+        again when the results are passed to the next call.
         """
         return placed(tree, None if self.plan is None else NamedSharding(self.plan.mesh, P()))
 
 
 def _copy(x):
-    """Returns a copy of an array with the same sharding. `device_put` copies without a compiled program, but `jnp.copy`
-    compiles a program for every shape, which took 0.4 s for ResNet-18."""
+    """Returns a copy of an array with the same sharding. `device_put` copies without a compiled
+    program, but `jnp.copy` compiles a program for every shape, which took 0.4 s for ResNet-18."""
     if isinstance(x, jax.Array) and x.is_fully_addressable:
         return jax.device_put(x, may_alias=False)
     return jnp.copy(x)

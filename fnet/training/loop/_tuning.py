@@ -1,5 +1,6 @@
-"""Selects the rewrite rules of `transforms.tune` for a run. A resumed run keeps its rewrite rules. For a long run on a
-CPU, fnet times the step with several sets of rewrite rules, and selects the set with which the step is fastest."""
+"""Selects the rewrite rules of `transforms.tune` for a run. A resumed run keeps its rewrite rules.
+For a long run on a CPU, fnet times the step with several sets of rewrite rules, and selects the set
+with which the step is fastest."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _LONG = 600  # seconds; for runs of at least this time, a minute of measurements
 
 
 def tuned(run: Any, advance: Callable) -> Callable:
-    """Applies `transforms.tune` to the step `advance`, and records the selected rewrite rules in `run.facts`."""
+    """Applies `transforms.tune` to the step `advance`, and records the selected rewrite rules in
+    `run.facts`."""
     if isinstance(run.tune, dict):
         made = transforms.tune(advance, rules=run.tune)
     else:

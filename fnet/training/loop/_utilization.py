@@ -11,8 +11,8 @@ from fnet import hardware as hw
 
 
 def utilization(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[float], hw.MFU]:
-    """Returns a function that computes the model FLOPs utilization (MFU) of a step. The operations of the step are
-    counted, but the step is not run.
+    """Returns a function that computes the model FLOPs utilization (MFU) of a step. The operations
+    of the step are counted, but the step is not run.
 
     Args:
       step: the training step.

@@ -1,7 +1,8 @@
-"""Records which lines of fnet the processes run that tests start: Python imports this module in each of them.
+"""Records which lines of fnet the processes run that tests start: Python imports this module in
+each of them.
 
-A process appends "test, tab, module, tab, line" to its own file in the folder FNET_LINES when it runs a line for the
-first time, so that a process that a test kills leaves its records.
+A process appends "test, tab, module, tab, line" to its own file in the folder FNET_LINES when it
+runs a line for the first time, so that a process that a test kills leaves its records.
 """
 
 import os
