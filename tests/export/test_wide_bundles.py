@@ -237,7 +237,10 @@ def test_a_bundle_of_a_later_jax(tmp_path, capsys):
     _write.write(tmp_path / "f", manifest, files, tensors)
     x, path = np.ones((1, 8, 8, 1), np.float32), tmp_path / "f"
     bundle = export.load(path)
-    message = rf"was written by JAX 99.1.2, and the installed JAX {jax.__version__} cannot read .*fnet bundle renew {path}"
+    message = (
+        rf"was written by JAX 99.1.2, and the installed JAX {jax.__version__} cannot read "
+        rf".*fnet bundle renew {path}"
+    )
     for call in (
         lambda: bundle(x),
         lambda: bundle.function("predict"),
