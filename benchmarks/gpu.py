@@ -1,8 +1,7 @@
 """Measures fnet on a GPU or TPU in a short session with a device. The most important parts run
 first.
 
-    python -m benchmarks.gpu [--minutes=9] [--parts=gpt,attention,...] [--json=gpu.json]
-    [--rehearsal]
+    python -m benchmarks.gpu [--minutes=9] [--parts=gpt,attention,...] [--json=gpu.json] [--rehearsal]
 
 After each part, its table is printed and all figures are written to the JSON file. A part that
 fails, or that exceeds its share of the time, does not affect the others. If PyTorch is installed,

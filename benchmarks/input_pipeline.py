@@ -1,8 +1,7 @@
 """How many photos per second a training run can read, and how long ResNet-50 waits for them.
 
     python -m benchmarks.input_pipeline
-    python -m benchmarks.input_pipeline --photos=16 --batch=8 --rounds=1 --peers=fnet
-    --model=resnet18 --size=32
+    python -m benchmarks.input_pipeline --photos=16 --batch=8 --rounds=1 --peers=fnet --model=resnet18 --size=32
 
 The photos are JPEG files of 500 x 375 pixels, made from the two photos of scikit-learn. Each peer
 decodes a photo with Pillow, resizes a random crop of it, flips it at random, and returns batches of

@@ -1,7 +1,6 @@
 """Uses MiniLM's sentence embeddings to compare the meanings of sentences.
 
-    python experiments/embed.py "A cat sits on the mat." "The feline rests." "Profits fell by a
-    tenth."
+    python experiments/embed.py "A cat sits on the mat." "The feline rests." "Profits fell by a tenth."
     python experiments/embed.py --file=experiments/data/tempest.txt --top=5 "people who dream"
 
 Without --file, the sentences are compared with each other. With --file, the lines of the file that

@@ -24,9 +24,9 @@ class Run:
     Args:
         apply, params, stats: the function, parameters and running statistics of the model.
         wrap: a transformation that is applied to the gradient function, or for inference to the
-        model. Default: none. rules: the argument `rules` of `ft.tune`. With {}, `tune` selects the
-        rules. With None (default), the step is
-            not tuned.
+            model. Default: none.
+        rules: the argument `rules` of `ft.tune`. With {}, `tune` selects the rules. With None
+            (default), the step is not tuned.
     """
 
     def __init__(self, apply, params, stats, batches, *, train, wrap=lambda f: f, rules=None):

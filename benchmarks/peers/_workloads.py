@@ -138,8 +138,7 @@ class ViT:
 class ResNet:
     """A residual network with BatchNorm: [batch, size, size, 3] -> [batch, classes].
 
-        stem: conv 3 × 3 (for photos 7 × 7, stride 2), norm, ReLU (for photos a 3 × 3 max-pooling,
-        stride 2)
+        stem: conv 3 × 3 (for photos 7 × 7, stride 2), norm, ReLU (for photos a 3 × 3 max-pooling, stride 2)
         block: x = relu(shortcut(x) + f(x))
         head: the mean over height and width, a dense layer
 

@@ -83,8 +83,8 @@ def partitioning(ctx: Any) -> str:
     Returns:
         "portable": the program is exported, or lowered for several platforms, so the platform is
         not known. "whole": the equation runs on one device, or on the shards of a shard_map.
-        "split": XLA partitions the equation. "unknown": XLA partitions the equation, but the
-        devices are not known yet.
+        "split": XLA partitions the equation.
+        "unknown": XLA partitions the equation, but the devices are not known yet.
     """
     for_export = ctx.module_context.lowering_parameters.for_export and not kernels_in_exports.value
     if for_export or len(ctx.module_context.platforms) > 1:

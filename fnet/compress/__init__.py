@@ -2,8 +2,7 @@
 
     from fnet import compress
 
-    params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed":
-    compress.Int8(axes=-1)})
+    params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
     params = compress.lora(key, params, {"blocks/attention/.*": 8})
     logits = ft.use_implicit_arrays(model)(params, x)
 

@@ -46,8 +46,8 @@ class Advised:
             "original" means the original dtype of the parameter. Formats that cannot represent the
             parameter have no entry.
         seconds: the time of these matrix products (or convolutions) in each format, {name as in
-        `bytes`: seconds}. format: the advised format, or None if the parameter should not be
-        quantized.
+            `bytes`: seconds}.
+        format: the advised format, or None if the parameter should not be quantized.
         reason: the reason why `format` is advised.
 
     >>> from fnet import compress
@@ -72,12 +72,14 @@ class Advice(Mapping):
     Attributes:
         chip: the chip for which the formats are advised.
         measured: True if times were measured on the chip, False if they are estimated from the peak
-        rates of the chip. rows: one `Advised` for each parameter that is an operand of a matrix
-        product or convolution.
+            rates of the chip.
+        rows: one `Advised` for each parameter that is an operand of a matrix product or
+            convolution.
         formats: the formats that were considered, {name: format}.
         before: the time of the function with the original parameters, in seconds, or None if the
-        time is unknown. after: the time of the function with the parameters quantized as advised,
-        in seconds, or None if it is unknown.
+            time is unknown.
+        after: the time of the function with the parameters quantized as advised, in seconds, or
+            None if it is unknown.
 
     >>> from fnet import compress
     >>> params = {"k1": jnp.ones((8, 8)), "k2": jnp.ones((8, 8)), "k3": jnp.ones((8, 8))}
@@ -185,8 +187,9 @@ def advise(
     Args:
         f: `f(params, *args)`, a model of any library.
         params: the parameters of f. `advise` ignores biases, norm scales and implicit arrays (such
-        as `Quantized`). *args: the other arguments of f. If the arguments of f are
-        `jax.ShapeDtypeStruct`s, nothing is measured.
+            as `Quantized`).
+        *args: the other arguments of f. If the arguments of f are `jax.ShapeDtypeStruct`s, nothing
+            is measured.
         chip: a `hardware.Chip`, a device or a device kind. Default: the first local device.
         formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and
             Int4(group=32).
@@ -199,7 +202,8 @@ def advise(
 
     Raises:
         ValueError: no matrix product or convolution in f has a parameter, or `measure=True` is
-        passed without arrays. TypeError: a format is none of `Int8`, `Int4`, `NF4` and `Float8`.
+            passed without arrays.
+        TypeError: a format is none of `Int8`, `Int4`, `NF4` and `Float8`.
 
     >>> from fnet import compress
     >>> params = {"k1": jnp.ones((8, 256)), "k2": jnp.ones((256, 4096)), "k3": jnp.ones((4096, 8))}

@@ -45,21 +45,21 @@ class InputStatistics:
 
     Attributes:
         rows: the number of recorded rows of activations, separately for each layer of a scan, an
-        array [*lead]. largest: the largest magnitude of all elements of all recorded rows,
-        separately for each layer of a scan, an
             array [*lead].
+        largest: the largest magnitude of all elements of all recorded rows, separately for each
+            layer of a scan, an array [*lead].
         magnitude: the mean magnitude over all rows, for each of the n elements of a row, an array
-        [*lead, n]. histogram: the number of elements whose magnitude is in each bin, an array
-        [*lead, 1920]. `bounds` contains the
-            upper bounds of the histogram's bins.
+            [*lead, n].
+        histogram: the number of elements whose magnitude is in each bin, an array [*lead, 1920].
+            `bounds` contains the upper bounds of the histogram's bins.
         gram: the sum of x^T x over all rows x, an array [*lead, n, n]. `gram` is None for
             convolutions. `gram` is
             also None if `calibrate` was called with `gram=False`.
         axes: the axes of the parameter over which matrix products or convolutions sum, counted from
-        the end (negative). conflict: "" if all matrix products with the parameter sum over the same
-        axes, otherwise an error message. If
-            matrix products sum over different axes of the parameter, the statistics describe only
-            the matrix products that sum over `axes`.
+            the end (negative).
+        conflict: "" if all matrix products with the parameter sum over the same axes, otherwise an
+            error message. If matrix products sum over different axes of the parameter, the
+            statistics describe only the matrix products that sum over `axes`.
 
     >>> from fnet import compress
     >>> x, params = jnp.array([[1.0, -3.0]]), {"kernel": jnp.ones((2, 3))}

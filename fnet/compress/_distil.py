@@ -20,8 +20,7 @@ def distillation_loss(
 ) -> jax.Array:
     """Computes the loss of a student that learns from a teacher's logits and from labels.
 
-        weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight)
-        cross_entropy(logits, labels)
+        weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight) cross_entropy(logits, labels)
 
     The factor T^2 keeps the size of the gradient of the KL divergence independent of the
     temperature T. No gradient flows to the teacher's logits.

@@ -26,7 +26,8 @@ def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
 
     Args:
         rounded: a function that rounds scaled values (values / scale) to the values that the format
-        represents. values: the kernel, [stack, n, outputs], where n is the number of inputs.
+            represents.
+        values: the kernel, [stack, n, outputs], where n is the number of inputs.
         scale: the scale of each value, [stack, n, outputs].
         gram: [stack, n, n], the sum of x^T x over the calibration batches.
 

@@ -43,8 +43,7 @@ def prune(
     """Returns an Optax transformation that prunes parameters: elements with the smallest magnitudes
     are set to zero.
 
-        optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5},
-        begin=500, end=4000))
+        optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
 
     The transformation must be the last transformation of a chain. At update t, a fraction s_t of
     the elements is zero. The fraction s_t grows from 0 at update `begin` to the sparsity s of the

@@ -218,8 +218,8 @@ def quantize(
 ) -> Any:
     """Replaces parameters by quantized parameters.
 
-        params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed":
-        compress.Int8(axes=-1)}) logits = ft.use_implicit_arrays(model)(params, x)
+        params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
+        logits = ft.use_implicit_arrays(model)(params, x)
 
     Each block of values w has one scale: the maximum of |w| in the block, divided by the largest
     decoded value of the format. The largest decoded value is 127 for `Int8`, 7 for `Int4`, 1 for

@@ -34,9 +34,10 @@ class Removal:
 
     Args:
         free: the groups of parameter axes that can be pruned. The same indices are removed from all
-        axes of a group. fractions: the fractions that the user specified with `keep`, {identifier
-        of a group of axes: fraction of the
-            indices to keep}. The identifier of a group of axes is the integer `Group.atom`.
+            axes of a group.
+        fractions: the fractions that the user specified with `keep`, {identifier of a group of
+            axes: fraction of the indices to keep}. The identifier of a group of axes is the integer
+            `Group.atom`.
         ranks: the order of the indices, {identifier of a group of axes: all indices, the most
             important first}.
         chip: the chip for which the method `seconds` estimates the time of the function, or None.

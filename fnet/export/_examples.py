@@ -38,7 +38,8 @@ class Use:
         limits: the sizes, numbers or expressions, of the axes that the input indexes or is compared
             with.
         index: whether the input is an index of such an axis, which must be less than the size. A
-        length may equal it. divides: whether something is divided by the input.
+            length may equal it.
+        divides: whether something is divided by the input.
     """
 
     limits: set = dataclasses.field(default_factory=set)

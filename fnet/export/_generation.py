@@ -23,9 +23,8 @@ def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
     functions "prefill" and "decode" use the weights of the entry point "predict". For the first
     call of "prefill" or "decode", all elements of the cache must be 0.
 
-        program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <=
-        1024")) export.generation(program, gpt, context=1024).save("gpt.fnet",
-        tokenizer="characters.json")
+        program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <= 1024"))
+        export.generation(program, gpt, context=1024).save("gpt.fnet", tokenizer="characters.json")
 
     Args:
         program: the program of the model, from `export.program`.

@@ -206,10 +206,10 @@ class Program:
 
         Raises:
             NotImplementedError: an operation is not supported. The error message states the
-            operation and its path. ValueError: an element of an output in onnxruntime differs from
-            the program's by more than 1e-5 of its
-                value (float16: 2e-3, float64: 1e-10) and more than rounding explains, or an
-                argument is not valid.
+                operation and its path.
+            ValueError: an element of an output in onnxruntime differs from the program's by more
+                than 1e-5 of its value (float16: 2e-3, float64: 1e-10) and more than rounding
+                explains, or an argument is not valid.
 
         Warns:
             UserWarning: only for inputs with NaN or Inf, the outputs differ. Or the model could not

@@ -168,8 +168,8 @@ class Run:
         values: the type of each value, a list of (dtype, shape).
         known: the constants, {index of the value: array}.
         shape: a function that converts a shape from the JSON data, such as ["b", 3], to the shape
-        of an array. operations: the functions that compute the operations, {name of the operation:
-        function}.
+            of an array.
+        operations: the functions that compute the operations, {name of the operation: function}.
     """
 
     def __init__(self, values, known, shape, operations=None):

@@ -183,9 +183,10 @@ class Chip:
         quoted: further published peaks, `Quote` objects. The peak rates in `quoted` come from other
             sources than those in `peaks`, so the values may differ.
         explained: the reasons why some values of `peaks` differ from the peaks computed from
-        `units`, {dtype: reason}. units: the hardware data from which peak rates are computed,
-        {name: value}. For example, `units` contains the
-            number of multiprocessors, matrix units or cores, and the clock rate in GHz.
+            `units`, {dtype: reason}.
+        units: the hardware data from which peak rates are computed, {name: value}. For example,
+            `units` contains the number of multiprocessors, matrix units or cores, and the clock
+            rate in GHz.
         bases: how the values of the other attributes were obtained, a dict {name: basis}. A name is
             the name of an attribute, such as "memory_bytes", or a dtype in `peaks`, such as "bf16",
             or "clock" for the clock rate in `units`. The basis of a value is "exact", "measured",

@@ -35,7 +35,8 @@ class Check(NamedTuple):
         formula: the formula of the computed peak as text, with the numbers of the chip, such as "72
             SM x 64 cores x 2 x 1.77 GHz".
         deviation: the relative deviation of the published peak from the computed peak, quoted /
-        computed - 1. explanation: the reason why the published and the computed peak differ, or "".
+            computed - 1.
+        explanation: the reason why the published and the computed peak differ, or "".
 
     >>> [round(check.deviation, 2) for check in hw.checks(hw.chips["Ryzen 3950X"])]
     [0.99]

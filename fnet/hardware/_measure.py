@@ -41,9 +41,9 @@ def measure(
         dtypes: the dtypes to measure. A dtype that the device cannot multiply is omitted, and the
             notes of the result list it. Default float32, bfloat16 and float16.
         size: the number of rows and columns of the matrices. Default None: 1024 on a CPU, 8192 on
-        other devices. copy_bytes: the size in bytes of the array that is multiplied by a constant
-        to measure the bandwidth. Default
-            None: 256 MiB on a CPU, 1 GiB on other devices.
+            other devices.
+        copy_bytes: the size in bytes of the array that is multiplied by a constant to measure the
+            bandwidth. Default None: 256 MiB on a CPU, 1 GiB on other devices.
         seconds: the time of each measurement in seconds. Default 0.3.
 
     Returns:

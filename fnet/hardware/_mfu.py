@@ -47,8 +47,7 @@ def mfu(
 ) -> MFU:
     """Computes model FLOPs utilization: the model's FLOP/s divided by the peak of the devices.
 
-        MFU = flops_per_step / seconds_per_step / (peak of the chip x devices / JAX devices per
-        chip)
+        MFU = flops_per_step / seconds_per_step / (peak of the chip x devices / JAX devices per chip)
 
     Args:
         flops_per_step: the FLOPs of the model without recomputation: `count(step,

@@ -25,9 +25,9 @@ class Policy:
     Attributes:
         param: the dtype in which the parameters are stored.
         compute: the dtype of the operands of matrix products, and of convolutions unless
-        `convolution` is given. accum: the dtype in which matrix products and convolutions
-        accumulate, and in which reductions, norms and
-            softmax are computed.
+            `convolution` is given.
+        accum: the dtype in which matrix products and convolutions accumulate, and in which
+            reductions, norms and softmax are computed.
         output: the dtype of the function's floating-point outputs.
         loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
         rules: pairs (pattern of a scope path, dtype) that override `compute`. If several patterns

@@ -28,9 +28,9 @@ class Bound:
         scope: the scope path.
         cost: the FLOPs and bytes of the scope, a `Cost`.
         compute: the time in seconds that the arithmetic takes at the peak rate, or None if the rate
-        is unknown. memory: the time in seconds that the memory traffic takes at the peak bandwidth,
-        or None if the bandwidth is
-            unknown.
+            is unknown.
+        memory: the time in seconds that the memory traffic takes at the peak bandwidth, or None if
+            the bandwidth is unknown.
         bound: "compute" or "memory", whichever takes longer. If only one of the peak rate and the
             bandwidth is known, `bound` is "compute or memory". If neither the peak rate nor the
             bandwidth is known, `bound` is "unknown".
@@ -66,12 +66,14 @@ class Roofline:
             of all scopes, because scopes run one after another.
         count: the FLOPs and bytes of the function, a `Count`.
         ridge: the FLOPs per byte of memory traffic above which compute is the bound, or None if a
-        rate is unknown. measured: the median time of a call on this machine in seconds, or None if
-        it was not measured.
+            rate is unknown.
+        measured: the median time of a call on this machine in seconds, or None if it was not
+            measured.
         mfu: the model FLOPs utilization for the measured time, an `MFU`.
         waste: a `Waste` object for each matrix product that fills less than 90 % of its tiles (see
-        `tile_waste`). rule: the size of the chip's tiles (blocks of a matrix product) and the
-        source of this size, as text.
+            `tile_waste`).
+        rule: the size of the chip's tiles (blocks of a matrix product) and the source of this size,
+            as text.
         notes: the reasons why the figures are not exact.
 
     >>> x = jax.ShapeDtypeStruct((256, 256), "float32")

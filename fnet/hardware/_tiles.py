@@ -36,8 +36,8 @@ class Waste(NamedTuple):
         padded: the sizes with which the chip computes, including padding, (batch, m, n, k).
         dtype: the dtype of the operands.
         fill: the FLOPs of the matrix product without padding, divided by its FLOPs with padding,
-        between 0 and 1. wasted: the FLOPs that are spent on padding in all runs of the matrix
-        product.
+            between 0 and 1.
+        wasted: the FLOPs that are spent on padding in all runs of the matrix product.
         times: the number of times that the matrix product is computed.
 
     >>> count = hw.count(jnp.matmul, jnp.ones((512, 130)), jnp.ones((130, 512)))

@@ -40,12 +40,12 @@ class Arrangement:
             right.
         lines: for each node, the index of the vertical line on which the node is centered.
         edges: the edges between nodes, a list of (from node, to node, indices of the values that
-        the edge carries). lanes: the dummy nodes of the edges that skip layers of the drawing.
-        `lanes` maps the index of a node to a tuple
-            (index of the first dummy node, layer of the first dummy node, number of dummy nodes).
-            `lanes` contains a node if one or more of the edges that start at this node skip layers.
-            If several edges of the drawing start at the same node and pass through the same layer,
-            they share one dummy node (placeholder) in this layer.
+            the edge carries).
+        lanes: the dummy nodes of the edges that skip layers of the drawing. `lanes` maps the index
+            of a node to a tuple (index of the first dummy node, layer of the first dummy node,
+            number of dummy nodes). `lanes` contains a node if one or more of the edges that start
+            at this node skip layers. If several edges of the drawing start at the same node and
+            pass through the same layer, they share one dummy node (placeholder) in this layer.
     """
 
     children: int

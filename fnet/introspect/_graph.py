@@ -146,7 +146,8 @@ def graph(
         color: the quantity that determines the color of a box: "flops" (default), "bytes" (after
             fusion) or "time" (the roofline time, see `hardware.roofline`).
         chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default:
-        this machine's chip. train: whether a layer is called with train=True. Default False.
+            this machine's chip.
+        train: whether a layer is called with train=True. Default False.
         options: keyword arguments of f.
 
     Returns:

@@ -23,8 +23,9 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
         title: plain text.
         body: HTML, in which every text is escaped.
         style, script: names of files, separated by spaces, such as "fnet.introspect/page.css
-        fnet.report/report.css". data: a value of JSON types, which the script of the page reads
-        from the element with the id "data".
+            fnet.report/report.css".
+        data: a value of JSON types, which the script of the page reads from the element with the id
+            "data".
     """
     css, js = ("\n".join(_asset(name) for name in names.split()) for names in (style, script))
     allowed = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()

@@ -138,7 +138,8 @@ def summary(
             all paths. For example, with `depth=1`, the row "block" includes the figures of
             "block/dense", which has no row of its own.
         chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default:
-        this machine's chip. train: whether a layer is called with train=True. Default False.
+            this machine's chip.
+        train: whether a layer is called with train=True. Default False.
         compile: whether to compile the forward and backward pass for this machine, and to report
             XLA's temporary memory in addition to the kept activations. The temporary memory is
             larger than the kept activations if the program has other temporary values. The

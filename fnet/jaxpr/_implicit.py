@@ -236,7 +236,8 @@ class View:
 
         Args:
             x: a plain array of shape [*batch axes, ..., *contracted axes], the left operand of the
-            matrix product. contracted: the contracted axes of this `View`.
+                matrix product.
+            contracted: the contracted axes of this `View`.
             batch: the number of batch axes. The batch axes are the first axes of x and of this
                 `View`.
             dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of a

@@ -169,10 +169,11 @@ class Description:
             operands are rounded, this dtype is set to `compute`. `lower` returns None if autocast
             must not change the equation, for example because the user has set its precision.
         explain: `explain(*avals, **params)` returns a description of the primitive's implementation
-        on this machine. plain: `plain(eqn)` returns an open jaxpr that computes the outputs of the
-        equation with JAX's primitives. refusal: `refusal(platform, eqn)` returns the reason why
-        "cuda" or "tpu" has no kernel for the equation, or None
-            if the platform has one.
+            on this machine.
+        plain: `plain(eqn)` returns an open jaxpr that computes the outputs of the equation with
+            JAX's primitives.
+        refusal: `refusal(platform, eqn)` returns the reason why "cuda" or "tpu" has no kernel for
+            the equation, or None if the platform has one.
         stands_for: `stands_for(params)` returns (the equivalent bilinear primitive of JAX, such as
             dot_general, the parameters of the equivalent primitive, the dtype to which the operands
             are rounded). `stands_for` is None if the primitive is not equivalent to a bilinear

@@ -36,7 +36,8 @@ def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any, size: int) -> list
     Args:
         jaxpr: the body of the mapped function.
         inputs: for each input of the jaxpr, whether its value may differ between devices. Constants
-        do not differ. axis: the name of the mapped axis.
+            do not differ.
+        axis: the name of the mapped axis.
         size: the number of devices of the mapped axis.
     """
     differs = dict(zip(jaxpr.invars, inputs))

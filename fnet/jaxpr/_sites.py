@@ -43,8 +43,9 @@ class Site:
             are those of one iteration.
         scans: (path, length) of the scans around the value, outermost first.
         obstacle: the enclosing operation, such as a while loop, that prevents capturing the value,
-        or None. differentiated: whether the value is computed in a part of the program that is
-        differentiated.
+            or None.
+        differentiated: whether the value is computed in a part of the program that is
+            differentiated.
         custom: whether the value is inside a function with a custom derivative.
         compute: a function `compute(eqn, arrays)` that computes an intermediate value of one of
             fnet's own primitives, such as attention weights. None for all other values.

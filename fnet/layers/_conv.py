@@ -32,12 +32,12 @@ class Conv(Layer):
         kernel_size: size of the window: one number for all dimensions, or one number for each
             dimension.
         strides: step of the window: one number for all dimensions, or one number for each
-        dimension. Default 1. padding: "SAME" (default) adds zeros so that the output size is the
-        input size / stride, rounded up. "VALID"
-            adds no padding. "CAUSAL", for one dimension only, adds zeros before the first position
-            so that no output depends on later positions. Explicit padding is one number for all
-            dimensions, one number for each dimension, or one (before, after) pair for each
-            dimension.
+            dimension. Default 1.
+        padding: "SAME" (default) adds zeros so that the output size is the input size / stride,
+            rounded up. "VALID" adds no padding. "CAUSAL", for one dimension only, adds zeros before
+            the first position so that no output depends on later positions. Explicit padding is one
+            number for all dimensions, one number for each dimension, or one (before, after) pair
+            for each dimension.
         dilation: spacing of the window's elements. Default 1.
         groups: number of channel groups, each with its own convolution. If `groups` is the number
             of input channels, the convolution is depthwise; see `DepthwiseConv`. Default 1.

@@ -157,8 +157,7 @@ class Layer:
         Pass the caches as `state`, merged with any other state. The returned state contains the
         updated caches.
 
-            logits, cache = model(params, prompt, state=model.cache(jax.ShapeDtypeStruct((batch,
-            1024), jnp.int32)))
+            logits, cache = model(params, prompt, state=model.cache(jax.ShapeDtypeStruct((batch, 1024), jnp.int32)))
         """
         cache = self._record(inputs, options, False)["cache"]
         if not cache:

@@ -21,9 +21,10 @@ class Dropout(Layer):
 
     Args:
         rate: the probability that an element is set to zero, in [0, 1]. Default None: each call
-        must pass `rate=`. broadcast: axes along which all elements share one random decision; `(1,
-        2)` drops whole channels of images.
-            Default (): each element is set to zero independently of the other elements.
+            must pass `rate=`.
+        broadcast: axes along which all elements share one random decision; `(1, 2)` drops whole
+            channels of images. Default (): each element is set to zero independently of the other
+            elements.
 
     Input and output: a floating-point array of any shape with at least one axis. If a call of the
     layer passes `rate=`, a number or a scalar array, this rate replaces the rate of the layer. For

@@ -38,14 +38,14 @@ class MixtureOfExperts(Layer):
         hidden: number of hidden features of an expert.
         top_k: number of experts for each token. Default 2.
         normalize: whether the weights of the selected experts are divided by their sum, as in
-        Mixtral. Default True. capacity: the maximum load of an expert, as a multiple of the mean
-        load. An expert processes at most
-            ceil(capacity * tokens * top_k / experts) tokens of the batch. An expert first processes
-            the tokens that have this expert as their first choice, then the tokens that have it as
-            their second choice, and so on. If several tokens have the expert as the same choice,
-            for example as their first choice, the expert processes them in batch order. If the
-            router selects an expert for more tokens than the expert may process, the output of the
-            expert is 0 for the remaining tokens. With a capacity, all experts do equal work, so
+            Mixtral. Default True.
+        capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes
+            at most ceil(capacity * tokens * top_k / experts) tokens of the batch. An expert first
+            processes the tokens that have this expert as their first choice, then the tokens that
+            have it as their second choice, and so on. If several tokens have the expert as the same
+            choice, for example as their first choice, the expert processes them in batch order. If
+            the router selects an expert for more tokens than the expert may process, the output of
+            the expert is 0 for the remaining tokens. With a capacity, all experts do equal work, so
             they can be placed on different devices, for example by `parallel.rules(spec, {"expert":
             "tensor"})`. Default None: no maximum (dropless).
         activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.

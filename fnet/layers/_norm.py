@@ -162,7 +162,8 @@ class BatchNorm(Layer):
 
     Args:
         momentum: the weight of the old running statistics in each update (1 minus PyTorch's
-        momentum). Default 0.9. epsilon: added to the variance. Default 1e-5.
+            momentum). Default 0.9.
+        epsilon: added to the variance. Default 1e-5.
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default True.
         axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names.

@@ -281,8 +281,8 @@ class GRU(_Recurrent):
     with recurrent_kernel.
 
         r, z = split(x[t] @ kernel[:, :2f] + h[t-1] @ recurrent_kernel[:, :2f] + bias[:2f])
-        n = tanh(x[t] @ kernel[:, 2f:] + bias[2f:] + sigmoid(r) * (h[t-1] @ recurrent_kernel[:, 2f:]
-        + recurrent_bias)) h[t] = (1 - sigmoid(z)) * n + sigmoid(z) * h[t-1]
+        n = tanh(x[t] @ kernel[:, 2f:] + bias[2f:] + sigmoid(r) * (h[t-1] @ recurrent_kernel[:, 2f:] + recurrent_bias))
+        h[t] = (1 - sigmoid(z)) * n + sigmoid(z) * h[t-1]
 
     Args:
         features, bidirectional, use_bias, kernel_init, recurrent_init, bias_init, unroll: as in

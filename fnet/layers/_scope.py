@@ -195,9 +195,9 @@ class Scope:
             name: the last segment of the parameter's path in the parameter tree.
             shape: the shape of the parameter for the current input.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`. Only
-            `Layer.init` calls it. axes: a logical name or None for each axis of the parameter. The
-            axis names are only hints for sharding.
-                Default: no names.
+                `Layer.init` calls it.
+            axes: a logical name or None for each axis of the parameter. The axis names are only
+                hints for sharding. Default: no names.
             roles: what each axis is to an optimizer: "in", "out", "layers", or another word (see
                 `ParamSpec`). Muon and Adafactor need them for an array with several axes. Default:
                 not declared.

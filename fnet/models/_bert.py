@@ -196,7 +196,8 @@ class Bert(Model):
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
         dropout: dropout rate of the embeddings, the attention weights, the residual branches and
-        the input of the head. epsilon: epsilon of the norms.
+            the input of the head.
+        epsilon: epsilon of the norms.
         stacked: whether the parameters of all blocks are stacked and a scan applies the blocks
             (`nn.Stack`). See also `models.unstack`.
 

@@ -376,8 +376,7 @@ class CLIP(Model):
     an image without training, pass one text for each class and use a softmax over texts. To find
     the image that matches a text, use a softmax over images.
 
-        images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features,
-        tokens)))
+        images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features, tokens)))
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language
     Supervision.

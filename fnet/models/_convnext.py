@@ -76,7 +76,8 @@ class ConvNeXt(Model):
         depths: number of blocks in each of the four stages.
         widths: number of features in each stage.
         classes: number of logits. If `classes` is None, the model has no last layer, and its output
-        is an `Encoded`. patch: kernel size and stride of the first convolution.
+            is an `Encoded`.
+        patch: kernel size and stride of the first convolution.
         epsilon: epsilon of the last LayerNorm. All LayerNorms before the last one have an epsilon
             of 1e-6.
 

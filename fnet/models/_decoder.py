@@ -136,10 +136,10 @@ class Decoder(LanguageModel):
         qk_norm: how queries and keys are normalized: "head", each head separately (Qwen 3, Gemma
             3); "all", all heads together (OLMo 2); or None, not at all.
         query_scalar: attention scores are divided by the square root of `query_scalar`. Default:
-        head_dim. attention_softcap, logit_softcap: bounds on the attention scores and on the
-        logits. Each attention score or
-            logit x is replaced by softcap * tanh(x / softcap) (Gemma 2). Default: attention scores
-            and logits are not bounded.
+            head_dim.
+        attention_softcap, logit_softcap: bounds on the attention scores and on the logits. Each
+            attention score or logit x is replaced by softcap * tanh(x / softcap) (Gemma 2).
+            Default: attention scores and logits are not bounded.
         activation: activation of the MLP: "silu", "gelu", "gelu_tanh" (Gemma) or "relu".
         gated: whether the MLP has a gate. Without a gate, the MLP is `down(activation(up(x)))`
             (GPT-NeoX).

@@ -29,7 +29,8 @@ class ImageInput:
         mean, std: mean and standard deviation of each channel of the scaled pixel values. The
             channels are in the order `order`.
         scale: factor by which pixel values are multiplied: 1 / 255 for inputs in 0..1, or 1 for
-        inputs in 0..255. order: order of the channels in the network's input, "rgb" or "bgr".
+            inputs in 0..255.
+        order: order of the channels in the network's input, "rgb" or "bgr".
 
     >>> import numpy as np
     >>> from fnet import models

@@ -21,8 +21,7 @@ class MLP(nn.Layer):
     Input: [batch, ...]. Output: [batch, widths[-1]].
 
         model = MLP((128, 10))
-        params, state = model.init(jax.random.key(0), jax.ShapeDtypeStruct((1, 28, 28, 1),
-        "float32"))
+        params, state = model.init(jax.random.key(0), jax.ShapeDtypeStruct((1, 28, 28, 1), "float32"))
 
     >>> model = models.MLP((64, 10))
     >>> nn.count_parameters(model.spec(jnp.ones((1, 784))).params)

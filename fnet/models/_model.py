@@ -25,13 +25,12 @@ class Model(nn.Layer):
     Subclasses of `Model` may define the following class attributes:
 
         PRESETS: {name: fields}, the published configurations.
-        NAMES: {framework: Names}, the names of the arrays in other frameworks, for
-        `pretrained.load` and `save`. CONFIGS: {model_type of config.json: Config}. A `Config`
-        states the meaning of each field of config.json.
-            `pretrained.load` uses the `Config` to compare the model with config.json. The key for
-            the config.json of timm is "timm".
-        HUB: {preset: sources of its weights}. A source is a repository of the Hugging Face hub, or
-            "torchvision:NAME" for a pickle file of weights that only torchvision distributes.
+        NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
+        CONFIGS: {model_type of config.json: Config}. A `Config` states the meaning of each field of config.json.
+            `pretrained.load` uses the `Config` to compare the model with config.json. The key for the config.json of
+            timm is "timm".
+        HUB: {preset: sources of its weights}. A source is a repository of the Hugging Face hub, or "torchvision:NAME"
+            for a pickle file of weights that only torchvision distributes.
 
     >>> model = models.ResNet.preset("resnet18", classes=10)
     >>> nn.count_parameters(model.spec(model.example()).params)

@@ -68,7 +68,8 @@ class ResNet(Model):
     Args:
         depths: number of blocks in each stage.
         bottleneck: whether a block has three convolutions (in networks with 50 or more layers)
-        instead of two. classes: number of logits.
+            instead of two.
+        classes: number of logits.
         width: number of channels of the first stage's 3 × 3 convolutions.
         version: "v1" or "v1.5". In a bottleneck that halves the resolution, one of the three
             convolutions has stride 2. With "v1", the first convolution has stride 2, as in the
@@ -184,8 +185,9 @@ class ResNet9(Model):
     Args:
         classes: number of logits.
         width: number of channels of the first stage. Each later stage has twice as many channels as
-        the previous stage. scale: factor by which the logits are multiplied, which keeps the
-        softmax smooth early in training.
+            the previous stage.
+        scale: factor by which the logits are multiplied, which keeps the softmax smooth early in
+            training.
 
     Input: [batch, height, width, channels]; 32 × 32 × 3 in the original network. Output: [batch,
     classes].

@@ -50,7 +50,8 @@ class Roberta(Bert):
         vocab_size, width, depth, heads, hidden, context, segments, classes, pooler, dropout,
             epsilon, stacked: as in the model `Bert`.
         head: the layers after the encoder, as in `Bert`, but "next_sentence" and "pretraining" are
-        not supported. padding: the index of the padding token in the vocabulary.
+            not supported.
+        padding: the index of the padding token in the vocabulary.
 
     Inputs, output: as in `Bert`.
 

@@ -415,9 +415,9 @@ def windows(
 
     Args:
         depth, size: the values of `num_hidden_layers` and `sliding_window` that are used if
-        config.json lacks them. derived: function (config, window, depth) that returns the
-        `layer_types` that are used if config.json lacks this
-            field.
+            config.json lacks them.
+        derived: function (config, window, depth) that returns the `layer_types` that are used if
+            config.json lacks this field.
         used: function that takes the content of config.json, and returns whether attention windows
             are used.
     """

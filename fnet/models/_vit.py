@@ -168,11 +168,12 @@ class ViT(Model):
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
         hidden: number of features between the two dense layers of a block's MLP. Default: four
-        times the width. pooler: whether a model with `classes=None` has a pooler. The pooler
-        applies a dense layer and tanh to the class
-            token.
+            times the width.
+        pooler: whether a model with `classes=None` has a pooler. The pooler applies a dense layer
+            and tanh to the class token.
         dropout: dropout rate after the position embeddings, after attention and after each dense
-        layer of the blocks. epsilon: epsilon of the norms.
+            layer of the blocks.
+        epsilon: epsilon of the norms.
 
     Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` (the features of
     the tokens) if `classes` is None.

@@ -123,12 +123,13 @@ def load(
 
     Raises:
         FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message
-        says what to download. OSError: a download was interrupted (the next call continues it), or
-        the checksum of a downloaded file is wrong. ValueError: the file is damaged, is not a file
-        of weights, has missing or unexpected keys, or has an array of
-            another shape than in the model. Also if a folder has several sets of weights, or a
-            download that is not complete. ValueError is also raised if config.json has unknown
-            fields, or if a field
+            says what to download.
+        OSError: a download was interrupted (the next call continues it), or the checksum of a
+            downloaded file is wrong.
+        ValueError: the file is damaged, is not a file of weights, has missing or unexpected keys,
+            or has an array of another shape than in the model. Also if a folder has several sets of
+            weights, or a download that is not complete. ValueError is also raised if config.json
+            has unknown fields, or if a field
             of the model differs from the value that config.json or the weights require.
         TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or
             JAX does not support the resulting dtype (float64 without jax_enable_x64).

@@ -87,13 +87,13 @@ def estimate(
     Args:
         closed: the jaxpr of the step.
         arguments: how each input of the jaxpr is split. The first inputs of the jaxpr are the
-        leaves of the state. mesh: the size of each mesh axis, {name: size}. The mesh axes "slice"
-        and "data" split the batch. The other mesh
-            axes split the arrays for which sharding rules name these axes.
+            leaves of the state.
+        mesh: the size of each mesh axis, {name: size}. The mesh axes "slice" and "data" split the
+            batch. The other mesh axes split the arrays for which sharding rules name these axes.
         whole: whether each chip stores all parameters but only a part of the optimizer's state
-        (ZeRO-1). Default False. casts: whether the compiler casts the weights for all iterations of
-        a loop before the loop, as compilers for
-            accelerators do. Default False.
+            (ZeRO-1). Default False.
+        casts: whether the compiler casts the weights for all iterations of a loop before the loop,
+            as compilers for accelerators do. Default False.
         kernels: "cuda" or "tpu" if the chip has attention kernels that never store the attention
             weights; otherwise None (default).
     """

@@ -40,9 +40,9 @@ def initialize(
         local_device_ids: the indices of the devices of this machine that this process uses. Default
             None: JAX selects the devices.
         initialization_timeout: the number of seconds within which all processes must start and
-        connect. Default 600. heartbeat_timeout: if a process sends no heartbeat for this number of
-        seconds, JAX assumes that the process has
-            ended, and ends the other processes. Default 100.
+            connect. Default 600.
+        heartbeat_timeout: if a process sends no heartbeat for this number of seconds, JAX assumes
+            that the process has ended, and ends the other processes. Default 100.
         shutdown_timeout: the number of seconds that a finished process waits for the other
             processes. Default 300.
 

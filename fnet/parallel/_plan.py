@@ -36,9 +36,9 @@ class Candidate:
         compiled: the peak memory and the transfers of the compiled program, or None if the step was
             not compiled with the candidate's strategy.
         time: the times of a step at the chips' peak rates. `time.seconds` is a lower bound on the
-        time of a step. verdict: for the selected strategy, a text that begins with "chosen"; for
-        another strategy, the reason why it
-            was not selected.
+            time of a step.
+        verdict: for the selected strategy, a text that begins with "chosen"; for another strategy,
+            the reason why it was not selected.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -92,8 +92,8 @@ class Plan:
         mesh: the mesh of the devices, a `Mesh`. The mesh is an `AbstractMesh` if programs cannot be
             compiled for the devices.
         options: the selected strategy, a `Strategy` object. The property `strategy` is the name of
-        the strategy. state, batch: the shardings of the state and of the batch, trees of
-        `NamedSharding`s.
+            the strategy.
+        state, batch: the shardings of the state and of the batch, trees of `NamedSharding`s.
         candidates: a `Candidate` for each strategy that was compared.
         replicated: a tuple (path, shape, reason) for each leaf of the state that cannot be split,
             although the strategy splits the state. Each chip has a complete copy of a replicated

@@ -17,15 +17,14 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
     the axes of their parameters.
 
         plan = parallel.plan(step, init, batch, mesh={"data": -1, "tensor": 4},
-                             rules=parallel.rules(model.spec(x)[0], {"heads": "tensor", "mlp":
-                             "tensor"}))
+                             rules=parallel.rules(model.spec(x)[0], {"heads": "tensor", "mlp": "tensor"}))
 
     Args:
         spec: the first result of `model.spec(x)`, a tree of `ParamSpec`s that describe the
-        parameters of the model. axes: {logical axis name: mesh axis}. If the logical name of a
-        parameter's axis is a key of `axes`, this axis is
-            split over the corresponding mesh axis. If several axes of a parameter would be split
-            over the same mesh axis, only the first of these axes is split.
+            parameters of the model.
+        axes: {logical axis name: mesh axis}. If the logical name of a parameter's axis is a key of
+            `axes`, this axis is split over the corresponding mesh axis. If several axes of a
+            parameter would be split over the same mesh axis, only the first of these axes is split.
 
     Returns:
         A dict with a rule for each parameter that has an axis with one of the names in `axes`. A

@@ -41,7 +41,8 @@ class OnChips:
         policy: the dtypes that `hardware.policy` selects for the chips, a `hardware.Policy`.
         count: the FLOPs and bytes of the step, a `hardware.Count`.
         time: the times of a step at the chips' peak rates. `time.seconds` is a lower bound on the
-        time of a step. peak: the estimated number of bytes that the step needs on each JAX device.
+            time of a step.
+        peak: the estimated number of bytes that the step needs on each JAX device.
         memory: the bytes of memory of each JAX device, or None if unknown.
         rows: two estimates of the largest number of rows in a batch with which the step fits into
             memory: without and with `ft.rematerialize`. `rows` is None if the size of the memory is

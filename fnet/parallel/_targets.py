@@ -60,8 +60,9 @@ class Target(NamedTuple):
         attached: whether the devices are attached, so that a program can run.
         why: the reason why `devices` is None, or "".
         sent: bytes/s that a device can send to the devices of its own slice or machine, or None if
-        unknown. sent_between: bytes/s that a device can send to other slices or machines, or None
-        if unknown.
+            unknown.
+        sent_between: bytes/s that a device can send to other slices or machines, or None if
+            unknown.
     """
 
     name: str

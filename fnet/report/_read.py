@@ -43,13 +43,13 @@ class Run:
             400.
         events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
         predictions: a dict with the keys "classes", "confusion" and "mistakes", or {} if no
-        predictions were saved. summary: a list of the rows of `introspect.summary`, which is empty
-        if no summary was saved.
+            predictions were saved.
+        summary: a list of the rows of `introspect.summary`, which is empty if no summary was saved.
         samples: the text samples, a dict {file name: text}.
         plan: the text of `parallel.Plan.explain`, which compares sharding strategies, or "" if the
-        run had no plan. profiles: the measured times of profiled steps, a dict {range of the steps,
-        such as "100-105": list of rows}.
-            The rows are those that `introspect.profile` has returned.
+            run had no plan.
+        profiles: the measured times of profiled steps, a dict {range of the steps, such as
+            "100-105": list of rows}. The rows are those that `introspect.profile` has returned.
         notes: messages about files and values that could not be used.
 
     >>> import tempfile

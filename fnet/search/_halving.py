@@ -75,7 +75,8 @@ def halving(
     Args:
       init_n, step_n: the results of `population`.
       hyper: the hyperparameters of the n members of the population, a tree whose leaves have a
-      leading axis [n]. batches: the batches, as for `tr.fit`.
+          leading axis [n].
+      batches: the batches, as for `tr.fit`.
       score: a function `score(state)` that returns the scores of the members of a population, an
         array [members]. A larger score is better; NaN is the worst score.
       steps: the total number of steps of a training run that is not stopped early.

@@ -96,9 +96,9 @@ class Separate:
       states: the training states, a sequence with one tree for each member of the population.
       hypers: the hyperparameters, a sequence with one tree for each member of the population.
       hyper: the hyperparameters of all n members of the population in one tree, whose leaves have
-      the shape [n, ...]. mesh: the mesh of the devices over which the members of the population are
-      distributed, or None if the whole
-        population is on one device.
+          the shape [n, ...].
+      mesh: the mesh of the devices over which the members of the population are distributed, or
+        None if the whole population is on one device.
     """
 
     def __init__(self, states: Sequence[Any], hypers: Sequence[Any], hyper: Any, mesh: Mesh | None):

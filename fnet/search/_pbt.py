@@ -46,7 +46,8 @@ def evolve(
         random. Hyperparameters that are not in the space, such as seeds, are copied unchanged.
       key: a PRNG key. Pass a different key for each generation.
       fraction: the fraction of the population's members that are replaced by copies of better
-      members, in (0, 0.5]. factors: the two numbers by which a hyperparameter can be multiplied.
+          members, in (0, 0.5].
+      factors: the two numbers by which a hyperparameter can be multiplied.
       resample: the probability of drawing a new value from the space, in [0, 1].
 
     Raises:

@@ -212,8 +212,7 @@ def each_member(measure: Callable) -> Callable:
     passed to `tr.evaluator`.
 
         evaluate = {"validation": tr.evaluator(search.each_member(measure), data, 500)}
-        tr.fit(step_n, state, batches, steps=1000, evaluate=evaluate,
-        best="validation/accuracy/max", ...)
+        tr.fit(step_n, state, batches, steps=1000, evaluate=evaluate, best="validation/accuracy/max", ...)
 
     Args:
       measure: a function of the state of one member of the population, `measure(state, batch) ->

@@ -232,7 +232,8 @@ class Space(dict):
 
         Raises:
           ValueError: the content is not a space of hyperparameters; the message names the invalid
-          hyperparameter. OSError: the file cannot be read.
+              hyperparameter.
+          OSError: the file cannot be read.
         """
         if isinstance(source, Mapping):
             content, where = source, "space"

@@ -165,7 +165,8 @@ def local(
 
     Args:
       loss: a function `loss(params, batch, weight, key) -> scalar`, the mean over the examples with
-      weight 1. optimizer: the local optimizer, usually `optax.sgd(rate)`.
+          weight 1.
+      optimizer: the local optimizer, usually `optax.sgd(rate)`.
       proximal: the coefficient mu of FedProx, which adds mu / 2 |w - w_server|^2 to the loss.
       clip: the norm to which the gradient of each example is clipped, for differential privacy.
         Noise is also added to the sum of the clipped gradients
@@ -262,8 +263,8 @@ def fedavg(
         -delta as the gradient, where delta is the weighted mean of the clients' parameter changes.
       sampled: the number of clients in a round.
       epochs: the number of local passes over a client's data. Each pass over the data has a
-      different random order. batch_size: the number of examples in a local batch; None: all
-      examples of a client.
+          different random order.
+      batch_size: the number of examples in a local batch; None: all examples of a client.
       dropout: the probability that a client receives the parameters but does not answer. If no
         client answers, the parameters do not change. A client with a NaN or infinite loss is
         ignored like a client that does not answer.

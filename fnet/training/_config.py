@@ -38,7 +38,8 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
 
     Args:
       cls: a dataclass. The type of each field is bool, int, float or str, or a union of one of
-      these types and None. values: the values, by field name.
+          these types and None.
+      values: the values, by field name.
       source: the origin of the values, such as a file name, for error messages. Default "".
 
     Raises:

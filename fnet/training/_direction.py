@@ -44,8 +44,9 @@ def direction(metric: str, mode: str | None, option: str) -> str:
 
     Args:
       metric: the logged name of the metric, such as "validation/accuracy". Only its last part is
-      looked up, as a whole. option: the name of the option with which the user states the
-      direction, such as "mode=", for messages.
+          looked up, as a whole.
+      option: the name of the option with which the user states the direction, such as "mode=", for
+          messages.
 
     Raises:
       ValueError: `mode` is neither "max" nor "min", or it is None and the table does not contain

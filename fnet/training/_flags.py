@@ -67,8 +67,8 @@ def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
 
     Args:
       cls: the dataclass. The type of each field is bool, int, float or str, or a union of one of
-      these types and None. values: the object in which the flags are defined, such as
-      absl.flags.FLAGS.
+          these types and None.
+      values: the object in which the flags are defined, such as absl.flags.FLAGS.
       by: the name of the field that selects a preset (a dict of field values). For example, if `by`
         is "mode", the help text of each field with the default None contains "set by --mode" as the
         default. Default None (no presets).

@@ -42,8 +42,8 @@ class Meaning(NamedTuple):
 
     Attributes:
         layers_apart: 1 if the optimizer treats a stack as separate layers, and the earlier rule did
-        not. decay_by_role: 1 if weight decay applies to other parameters than under the earlier
-        rule.
+            not.
+        decay_by_role: 1 if weight decay applies to other parameters than under the earlier rule.
     """
 
     layers_apart: jax.Array | None

@@ -129,8 +129,9 @@ def hyperparameters(values: Mapping[str, Any], metrics: Collection[str]) -> list
 
     Args:
       values: a dict {name: hyperparameter}. The hyperparameters have JSON types; lists and dicts
-      are shown as JSON. metrics: the names of the scalars that the tab HPARAMS shows for each run,
-      for a comparison of runs.
+          are shown as JSON.
+      metrics: the names of the scalars that the tab HPARAMS shows for each run, for a comparison of
+          runs.
     """
     from tensorboardX import summary
 

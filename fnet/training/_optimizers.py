@@ -74,9 +74,9 @@ def schedule(
       peak: the largest learning rate.
       steps: the number of updates in the whole run.
       warmup: the length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores
-      `warmup`. Default 0. final: the learning rate at the end of the run, as a fraction of `peak`.
-      Only the schedules cosine and linear use
-        `final`. Default 0.
+          `warmup`. Default 0.
+      final: the learning rate at the end of the run, as a fraction of `peak`. Only the schedules
+        cosine and linear use `final`. Default 0.
 
     Returns:
       A function that maps the number of a step to the learning rate. Pass this schedule to
@@ -150,8 +150,7 @@ def optimizer(
     `axes=model.spec(x)` for a layer of fnet (`train` does it for you), or name the axes of another
     library's parameters, for example
 
-        tr.optimizer("muon", 0.02, axes={"layers/.*/kernel": "layers in out", ".*/bias": "layers
-        out",
+        tr.optimizer("muon", 0.02, axes={"layers/.*/kernel": "layers in out", ".*/bias": "layers out",
                                          "embed/.*": "vocab out", "head/kernel": "in logits"})
 
     Muon orthogonalizes the matrices between hidden features, among them the kernels of convolutions

@@ -36,9 +36,10 @@ def save_predictions(
       probabilities: the predicted probabilities, an array [examples, classes].
       labels: the true classes, integers [examples].
       classes: the names of the classes. Default None: the names are the numbers of the classes,
-      "0", "1" and so on. images: the images of the examples, an array [examples, height, width,
-      channels]. The values are uint8 numbers
-        from 0 to 255, or floating-point numbers from 0 to 1. Default None: no images.
+          "0", "1" and so on.
+      images: the images of the examples, an array [examples, height, width, channels]. The values
+        are uint8 numbers from 0 to 255, or floating-point numbers from 0 to 1. Default None: no
+        images.
       worst: the largest number of wrong predictions to save. The wrong predictions with the highest
         probabilities are saved. Default 24.
 

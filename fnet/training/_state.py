@@ -59,8 +59,8 @@ class TrainState:
           params: the model's parameters.
           tx: an Optax gradient transformation.
           state: the model's other arrays, which are the second value that `model.init` returns.
-          Default None: `{}`. ema: the decay of a moving average of `params`, in [0, 1). Default
-          None: no average.
+              Default None: `{}`.
+          ema: the decay of a moving average of `params`, in [0, 1). Default None: no average.
 
         Raises:
           ValueError: `ema` is outside [0, 1).

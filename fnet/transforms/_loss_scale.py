@@ -78,10 +78,12 @@ def loss_scale(
         initial: the first scale. Default None: the `loss_scale` of the policy, or 2^15 without a
             policy.
         growth: the factor by which the scale is multiplied after `interval` steps with finite
-        gradients. Default 2. interval: the number of consecutive steps with finite gradients after
-        which the scale grows. Default 2,000. backoff: the factor by which the scale is multiplied
-        after a step whose gradients are not finite. Default 0.5. minimum, maximum: bounds of the
-        scale. Defaults 2^-14 and 2^24.
+            gradients. Default 2.
+        interval: the number of consecutive steps with finite gradients after which the scale grows.
+            Default 2,000.
+        backoff: the factor by which the scale is multiplied after a step whose gradients are not
+            finite. Default 0.5.
+        minimum, maximum: bounds of the scale. Defaults 2^-14 and 2^24.
         axis_name: the name of a mapped axis, or several names. A step is skipped if the gradients
             of any device along `axis_name` are not finite. Default None.
 

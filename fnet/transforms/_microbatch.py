@@ -36,8 +36,7 @@ def microbatch(
     returns the sum of the weights in a slice.
 
         step = ft.microbatch(ft.value_and_grad(loss), 8)
-        step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch:
-        batch["weight"].sum())
+        step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch: batch["weight"].sum())
 
     Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has
     no effect on the results or on their derivatives of any order. If f or a derivative of f is NaN

@@ -55,8 +55,9 @@ def pmap(
             result. Use None for results that are equal on every device, such as the results of
             `psum` and `all_gather`; such a result is returned once. Default 0.
         static_argnums: the positions of arguments that are hashable values instead of arrays.
-        Default (). donate_argnums: the positions of arguments whose memory may be reused for the
-        results. Default ().
+            Default ().
+        donate_argnums: the positions of arguments whose memory may be reused for the results.
+            Default ().
         devices: the devices. Default None: all devices.
 
     Returns:
@@ -65,10 +66,11 @@ def pmap(
 
     Raises:
         TypeError: in_axes or out_axes contain anything but integers and None, or a static argument
-        is not hashable. ValueError: in a call, the length of the split axis of an argument is not
-        the number of devices, or out_axes is
-            out of range. A ValueError is also raised if a result with out_axes=None may differ
-            between devices, or if the call is inside another pmap or shard_map.
+            is not hashable.
+        ValueError: in a call, the length of the split axis of an argument is not the number of
+            devices, or out_axes is out of range. A ValueError is also raised if a result with
+            out_axes=None may differ between devices, or if the call is inside another pmap or
+            shard_map.
 
     >>> pmap(lambda x: lax.psum(x, "devices"), out_axes=None, devices=jax.devices()[:1])(jnp.ones((1, 3)))
     Array([1., 1., 1.], dtype=float32)

@@ -211,8 +211,8 @@ class _Plan:
 
     Attributes:
         backward: the equations of the backward pass in their order, as the keys of a dict whose
-        values are None. pairs: a dict {equation of a backward scan: the `_Pair` of this scan and
-        its forward scan}.
+            values are None.
+        pairs: a dict {equation of a backward scan: the `_Pair` of this scan and its forward scan}.
         sources: a dict {equation of a forward scan: the `_Pair` of this scan and its backward
             scan}.
         cut: a dict {variable: the `_Piece` (a list of equations) that recomputes the variable}.

@@ -70,7 +70,8 @@ class Program(NamedTuple):
 
     Attributes:
         operation: the name of the operation in the stable form of programs, or of a composition of
-        operations. variant: the options of the operation.
+            operations.
+        variant: the options of the operation.
         dtype: the dtype of the inputs.
         f: the function.
         columns: the inputs of each column of the table, {column: arrays}.

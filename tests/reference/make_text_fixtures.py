@@ -1,8 +1,8 @@
 """Writes text.npz and tokenizers.json: what transformers' GPT-2, Llama and BERT compute, and what
 tokenizers and llama2.c make of texts.
 
-    python -m venv torch-env && torch-env/bin/pip install torch==2.13.0 transformers==5.23.0
-    tokenizers==0.23.3 numpy git clone https://github.com/karpathy/llama2.c
+    python -m venv torch-env && torch-env/bin/pip install torch==2.13.0 transformers==5.23.0 tokenizers==0.23.3 numpy
+    git clone https://github.com/karpathy/llama2.c
     torch-env/bin/python tests/reference/make_text_fixtures.py llama2.c/run.c [published FOLDER]
 
 Weights are drawn from their keys (tests/drawn.py); models compute in float64, the training curve in

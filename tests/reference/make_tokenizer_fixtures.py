@@ -1,8 +1,7 @@
 """Writes tokenizers/: small folders with tokenizers, and what transformers makes of random texts
 with them.
 
-    make .venv-verify/.installed && .venv-verify/bin/python
-    tests/reference/make_tokenizer_fixtures.py [KIND ...]
+    make .venv-verify/.installed && .venv-verify/bin/python tests/reference/make_tokenizer_fixtures.py [KIND ...]
 
 T5 and XLM-R have a small table of characters here; `make verify-pretrained ARGS=tokenizers` uses
 SentencePiece's own.

@@ -2,9 +2,8 @@
 their keys and shapes.
 
     python -m venv torch-env
-    torch-env/bin/pip install torch==2.13.0 torchvision==0.28.0 timm==1.0.31 transformers==5.23.0
-    numpy pillow torch-env/bin/python tests/reference/make_vision_fixtures.py [published FOLDER
-    PHOTO ...]
+    torch-env/bin/pip install torch==2.13.0 torchvision==0.28.0 timm==1.0.31 transformers==5.23.0 numpy pillow
+    torch-env/bin/python tests/reference/make_vision_fixtures.py [published FOLDER PHOTO ...]
 
 Weights are drawn from their keys (tests/drawn.py); models compute in float64. With `published`, it
 writes published_mobilenet_v2.npz instead: the logits of torchvision's MobileNetV2 for photos,

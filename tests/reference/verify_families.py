@@ -40,8 +40,8 @@ class Family:
     Args:
         config, model: the classes of transformers.
         cases: fields of the configuration, one dict for each model. The sizes are random, except
-        those in the dict. sizes: the family's names of width, depth, heads, hidden and maximum
-        length.
+            those in the dict.
+        sizes: the family's names of width, depth, heads, hidden and maximum length.
     """
 
     config: str

@@ -1,10 +1,9 @@
 """A run of `fit` with all of its options, to be killed, interrupted, starved of resources and
 resumed.
 
-    python tests/torture/victim.py WORKDIR [--steps=N] [--slow=evaluation|save] [--process=I --of=N
-        --port=P] [--workers=N] [--hang=STEP] [--raise=evaluation|source:STEP]
-        [--infinite=STEP:LEAF] [--config=NAME] [--on-step=none|tell|wait|retry|raise|exit:STEP]
-        [--log=NUMBER]
+    python tests/torture/victim.py WORKDIR [--steps=N] [--slow=evaluation|save] [--process=I --of=N --port=P]
+        [--workers=N] [--hang=STEP] [--raise=evaluation|source:STEP] [--infinite=STEP:LEAF] [--config=NAME]
+        [--on-step=none|tell|wait|retry|raise|exit:STEP] [--log=NUMBER]
 
 It prints what it is at, one word a line ("compile", "step", "evaluation", "save"), for whoever
 means it harm, and ends as the experiments do: 0 when finished or told to stop, 2 with one sentence

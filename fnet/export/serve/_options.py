@@ -18,9 +18,9 @@ class Options:
             the server tests this when it starts, and computes the requests for other models one by
             one. Default 32.
         max_delay: the maximum time in seconds that a request waits for other requests to join its
-        batch. Default 0.002. max_queue: the maximum number of requests that wait for a model.
-        Requests that exceed `max_queue` get status
-            503. Default 256.
+            batch. Default 0.002.
+        max_queue: the maximum number of requests that wait for a model. Requests that exceed
+            `max_queue` get status 503. Default 256.
         max_streams: the maximum number of texts that are generated at the same time. Requests for
             more than `max_streams` texts at the same time get status 503. Default 8.
         max_body: the maximum size of the body of a request in bytes. Default 64 MiB.

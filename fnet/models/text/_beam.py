@@ -61,8 +61,8 @@ def beam_search(
     `max_tokens` tokens if `beams` texts are finished and no unfinished text has a higher score than
     the worst of these `beams` texts.
 
-        best = models.beam_search(model, params, prompts, beams=4, max_tokens=50,
-        stop=tokenizer.stop) print(tokenizer.decode(best.tokens[0, 0, :best.lengths[0, 0]]))
+        best = models.beam_search(model, params, prompts, beams=4, max_tokens=50, stop=tokenizer.stop)
+        print(tokenizer.decode(best.tokens[0, 0, :best.lengths[0, 0]]))
 
     Args:
         model, params, prompts, lengths, stop, dtype: as for `generate`.

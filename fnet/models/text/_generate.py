@@ -30,9 +30,9 @@ class Generated(NamedTuple):
 
     Attributes:
         tokens: [batch * samples, max_tokens], the generated tokens. Elements after the end of an
-        example are 0. lengths: [batch * samples], the number of tokens of each example before its
-        stop token, or max_tokens if there
-            is no stop token.
+            example are 0.
+        lengths: [batch * samples], the number of tokens of each example before its stop token, or
+            max_tokens if there is no stop token.
         log_probs: [batch * samples, max_tokens], the model's log-probability of each token, before
             penalties, temperature, top_k, top_p and min_p are applied. Elements after the end of an
             example are 0.
@@ -104,8 +104,8 @@ def generate(
     blocks of a stacked model (see `unstack`). Each iteration of the loop reads every weight once
     and updates the cache in place.
 
-        out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200,
-        temperature=0) print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
+        out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
+        print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
 
     Args:
         model: a decoder, such as GPT, Decoder or LSTMLanguageModel. `model(params, tokens,
@@ -133,9 +133,9 @@ def generate(
             generated before. Positive logits are divided by `repetition_penalty`, and negative
             logits are multiplied by it (Keskar et al., 2019).
         presence_penalty: a number that is subtracted once from the logits of tokens that were
-        generated before. frequency_penalty: a number that is subtracted from the logit of a token
-        for each time that the token was
             generated before.
+        frequency_penalty: a number that is subtracted from the logit of a token for each time that
+            the token was generated before.
         samples: number of texts to generate for each prompt. Each prompt is processed only once.
             Row `i * samples + j` of the result is text j of prompt i.
         stop: tokens that end an example.

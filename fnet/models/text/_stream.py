@@ -79,8 +79,8 @@ def stream_text(
 ) -> Iterator[str]:
     """Continues a text, and yields the continuation in pieces while it is generated.
 
-        for piece in models.stream_text(model, params, tokenizer, "Once upon a time",
-            max_tokens=200, temperature=0): print(piece, end="", flush=True)
+        for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
+            print(piece, end="", flush=True)
 
     Each piece of the continuation ends with a complete character. Characters that may be the start
     of a stop string are held back. Characters that were held back are yielded as soon as the text

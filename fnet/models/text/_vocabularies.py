@@ -69,7 +69,8 @@ def describe(path: Path) -> tuple[dict[str, Any], str | None]:
 
     Raises:
         ModuleNotFoundError: the file is a SentencePiece model, and the library sentencepiece is not
-        installed. ValueError: the files are damaged, or describe a tokenizer that is not supported.
+            installed.
+        ValueError: the files are damaged, or describe a tokenizer that is not supported.
     """
     config = _config(path)
     name = config["tokenizer_class"]

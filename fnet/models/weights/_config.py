@@ -392,9 +392,10 @@ def transformers(
 
     Args:
         fields: {field: Use, Must or Fields}, the meaning of each field of config.json for one
-        family of models. architectures: the class names that the field `architectures` of
-        config.json may contain. The argument
-            `architectures` may also map each class name to fields of the model, such as
+            family of models.
+        architectures: the class names that the field `architectures` of config.json may contain.
+            The argument `architectures` may also map each class name to fields of the model, such
+            as
             {"BertForMaskedLM": {"head": "masked_lm"}}.
         irrelevant: more fields that have no effect on the forward pass, separated by spaces. A
             field in both `irrelevant` and `fields` is ignored when config.json is read, but `save`

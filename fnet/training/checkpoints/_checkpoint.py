@@ -203,16 +203,17 @@ class Checkpoints(Reading):
           step: the step, which is also the name of the checkpoint.
           tree: any pytree of JAX arrays, NumPy arrays, PRNG keys and Python numbers.
           metrics: a dict {name: value} of metrics, including the metric that `best` names. Default
-          None: no metrics. notes: a dict {name: value} of other data to store in the manifest (JSON
-          file) of the checkpoint. The values
-            have JSON types. Default None: no other data.
+              None: no metrics.
+          notes: a dict {name: value} of other data to store in the manifest (JSON file) of the
+            checkpoint. The values have JSON types. Default None: no other data.
           sound: a bool scalar on the device, for example whether all parameters are finite. If
             `sound` is False, the checkpoint is not saved. Default None: the checkpoint is always
             saved.
 
         Raises:
           CheckpointError: the folder cannot be written to, another run uses it, or the previous
-          save failed. TypeError: a leaf has an unsupported type.
+              save failed.
+          TypeError: a leaf has an unsupported type.
         """
         leaves = _leaves.paths(tree)
         entries = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}

@@ -30,8 +30,9 @@ class Batches:
 
     Raises:
       ValueError: `data` contains no arrays, its arrays have different lengths, or `batch_size` is
-      less than 1. TypeError: `data` contains missing values, or values that are not numbers (text,
-      dates, categories).
+          less than 1.
+      TypeError: `data` contains missing values, or values that are not numbers (text, dates,
+          categories).
 
     Example:
       >>> batches = Batches({"x": np.arange(10)}, batch_size=4, seed=0)

@@ -155,7 +155,8 @@ def load(
 
     Raises:
         ValueError: the name of the data set or the split is unknown, or a file does not have the
-        expected content. FileNotFoundError: a file is not on disk and cannot be downloaded.
+            expected content.
+        FileNotFoundError: a file is not on disk and cannot be downloaded.
 
     >>> load("digits").test_images.shape
     (360, 8, 8, 1)

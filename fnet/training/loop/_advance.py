@@ -34,9 +34,9 @@ def function(
       keeps: whether a step that produces NaN or infinity leaves the state unchanged, except that
           the counter `step` of the state increases.
       exempt: the paths of the leaves of the state that are not checked, because they are infinite
-      at the start. metrics: whether `advance` returns the metrics of the step. If False, `advance`
-      returns None instead of the
-          metrics.
+          at the start.
+      metrics: whether `advance` returns the metrics of the step. If False, `advance` returns None
+          instead of the metrics.
     """
     places = jax.tree.map(_place, state)
     if getattr(step, "separate", False):

@@ -187,9 +187,9 @@ def fit(
         CheckpointError is also raised if the checkpoints belong to another model or optimizer, or
         if another run uses or has replaced `workdir`.
       ConfigError: `config` is given, and the run in `workdir` has another `config`, other data or a
-      larger `steps`. OutOfMemory: the device does not have enough memory. The error message lists
-      the largest arrays and, for a
-        training step, estimates the largest batch that fits.
+          larger `steps`.
+      OutOfMemory: the device does not have enough memory. The error message lists the largest
+        arrays and, for a training step, estimates the largest batch that fits.
       PeerLost: in a run with several processes, another process has ended.
       TypeError: `step` or `batches` is not a function, the state has no attribute `step`, or the
         step changes the structure, a shape or a dtype of the state.
