@@ -148,6 +148,21 @@ def test_operands_vary_alike():
     assert found[0][0] == found[0][1], MOVED.format("auto_insert_reshard")
 
 
+@pytest.mark.filterwarnings("ignore:.with mesh:")
+def test_the_mesh_of_with_mesh(monkeypatch):
+    mesh, found = jax.sharding.Mesh(jax.devices()[:2], ("devices",)), []
+    f = jax.jit(lambda x: found.append(_jax.context_mesh()) or x)
+    f(1)
+    with mesh:
+        f(1)
+    assert [each.axis_names for each in found] == [(), ("devices",)], MOVED.format(
+        "thread_resources"
+    )
+    monkeypatch.setattr(_tracing, "_thread_resources", _features.Missing("a", "b"))
+    with mesh:
+        assert _jax.context_mesh().empty
+
+
 def test_what_a_value_varies_over():
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("devices",))
     found = []

@@ -16,6 +16,7 @@ from fnet._jax._rules import CustomJvp, CustomVjp, custom_vmap_rule
 from fnet._jax._tracing import (
     bind,
     bind_again,
+    context_mesh,
     current_names,
     equation_context,
     kernels_in_exports,
@@ -42,6 +43,7 @@ __all__ = [
     "bind_again",
     "close",
     "consts_as_inputs",
+    "context_mesh",
     "current_names",
     "custom_vmap_rule",
     "disabled",

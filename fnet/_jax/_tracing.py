@@ -25,6 +25,7 @@ _LinearizeTrace = private("jax._src.interpreters.ad.LinearizeTrace", "cached lin
 _frames = private(
     "jax._src.config.traceback_in_locations_limit", "programs without source locations"
 )
+_thread_resources = private("jax._src.mesh.thread_resources", "the mesh of `with mesh:`")
 _reshard = private(
     "jax._src.core.auto_insert_reshard", "operands that vary over different mesh axes"
 )
@@ -48,6 +49,14 @@ def trace_state():
 def outermost() -> bool:
     """Whether no JAX transformation is active."""
     return _core.trace_state_clean()
+
+
+def context_mesh() -> jax.sharding.AbstractMesh:
+    """Returns the mesh of the innermost `with mesh:`, which `jax.sharding.get_abstract_mesh` does
+    not show, or an empty mesh. JAX traces a function again in another `with mesh:`."""
+    if isinstance(_thread_resources, Missing):
+        return jax.sharding.AbstractMesh((), ())
+    return _thread_resources.env.physical_mesh.abstract_mesh
 
 
 def vary_alike(*arrays):

@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fnet._jax import context_mesh
 from fnet.jaxpr._equations import CONVOLUTION, product
 
 VERSION = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
@@ -158,11 +159,11 @@ def overlapping(window: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 def mesh_of(*arrays: Any) -> Any:
-    """Returns the mesh on which one of the arrays lies, or the mesh of `jax.set_mesh`. Returns None
-    if there is none, or if the mesh has explicit axes, with which JAX's types state each
-    sharding."""
+    """Returns the mesh on which one of the arrays lies, or the mesh of `jax.set_mesh` or of `with
+    mesh:`. Returns None if there is none, or if the mesh has explicit axes, with which JAX's types
+    state each sharding."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
-    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh(), context_mesh()):
         if not mesh.empty and mesh.size > 1:
             return None if AxisType.Explicit in mesh.axis_types else mesh
     return None
