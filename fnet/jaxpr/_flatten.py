@@ -26,6 +26,7 @@ _SAME = (
     "name",
     "optimization_barrier",
     "sharding_constraint",
+    "divided",
     "pvary",
     "pbroadcast",
     "layout_constraint",

@@ -7,6 +7,7 @@ error. `TABLE` is the only list of them. `nn.Conv`, `nn.MaxPool` and the like re
 on which their input lies, and `parallel.plan` for each equation of a step. Both then state which
 axes must not be split, and XLA gathers these axes, if they were split at all. A layer cannot do
 better than that: with Auto axes, it sees the mesh of its input, and not how the input is split.
+Nor does it see the `in_shardings` of a `jax.jit`: JAX traces a function once for all of them.
 
 Each row has a script in `findings/`, which shows the error in plain JAX.
 `tests/parallel/test_misdivided.py` runs these programs, and says when a jaxlib no longer needs a
@@ -15,7 +16,6 @@ row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -185,11 +185,3 @@ def unsplit(x: jax.Array, mesh: Any, axes: Iterable[int]) -> jax.Array:
         return x
     spec = P(*(None if i in whole else P.UNCONSTRAINED for i in range(x.ndim)))
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def split_rows(x: jax.Array, mesh: Any) -> jax.Array:
-    """Constrains `x`, and its cotangent, to be split along its first axis only, over all axes of
-    the mesh. If their number does not divide its length, `x` is replicated."""
-    names = automatic_axes(mesh)
-    divides = x.shape[0] % math.prod(mesh.shape[name] for name in names) == 0
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(names if divides else None)))

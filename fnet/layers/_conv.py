@@ -12,6 +12,7 @@ from jax import lax
 
 from fnet.jaxpr import misdivided
 from fnet.layers._core import Layer
+from fnet.layers._divided import OTHER, ROWS, SPACE, divided
 from fnet.layers._explicit import by_rows
 from fnet.layers._linear import align, floating, lecun_normal, zeros
 from fnet.layers._scope import Scope
@@ -248,27 +249,22 @@ def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Ar
         bias = scope.param("bias", (layer.features,), layer.bias_init, ("out",), roles=("out",))
     mesh = misdivided.mesh_of(x, kernel)
     rows = (
-        [misdivided.GROUPED]
+        (misdivided.GROUPED,)
         if layer.groups > 1
-        else [misdivided.SPLIT_IMAGE, misdivided.SPLIT_KERNEL]
-    )
+        else (misdivided.SPLIT_IMAGE, misdivided.SPLIT_KERNEL, misdivided.GROUPED)
+    )  # for `vmap`
     if any(row.applies(mesh) for row in rows):
-        return _divided(x, kernel, bias, mesh, tuple(options.items()))
+        return _divided(x, kernel, bias, mesh, rows[0], options)
     return _affine(x, kernel, bias, options)
 
 
-# In eager mode, a sharding constraint needs a jitted function, which knows the devices of the mesh.
-@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
-def _divided(x, kernel, bias, mesh, options):
+def _divided(x, kernel, bias, mesh, row, options):
     """As `_affine`, divided so that XLA computes the results and the gradients of one device (see
     `fnet.jaxpr.misdivided`)."""
-    options = dict(options)
-    if options["feature_group_count"] > 1:
-        whole, divided = range(kernel.ndim), functools.partial(misdivided.split_rows, mesh=mesh)
-    else:
-        whole = range(kernel.ndim - 2)
-        divided = functools.partial(misdivided.unsplit, mesh=mesh, axes=range(1, x.ndim - 1))
-    return divided(_affine(divided(x), misdivided.unsplit(kernel, mesh, whole), bias, options))
+    divide = lambda value, axes: divided(value, axes, row, mesh, x, kernel)
+    space = SPACE * (x.ndim - 2)
+    y = _affine(divide(x, ROWS + space + OTHER), divide(kernel, space + 2 * OTHER), bias, options)
+    return divide(y, ROWS + space + OTHER)
 
 
 def _affine(x, kernel, bias, options):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import KW_ONLY
 
@@ -14,6 +13,7 @@ from jax import lax
 from fnet.jaxpr import misdivided
 from fnet.layers._conv import Padding, geometry, pads
 from fnet.layers._core import Layer
+from fnet.layers._divided import OTHER, SPACE, divided
 from fnet.layers._linear import floating, wide
 from fnet.layers._scope import Scope
 
@@ -138,19 +138,9 @@ def _windows(pool, scope, x, start, reduce):
     windows = (1, *window, 1), (1, *strides, 1), ((0, 0), *map(tuple, padding), (0, 0))
     mesh = misdivided.mesh_of(x) if reduce is lax.max else None
     whole = misdivided.overlapping(*windows[:2]) if misdivided.MAX_POOL.applies(mesh) else ()
-    if whole:
-        y = _unsplit_maxima(x, mesh, whole, start.item(), windows)
-    else:
-        y = lax.reduce_window(x, start, reduce, *windows)
+    divide = lambda value: value
+    if whole:  # XLA computes another gradient where windows overlap
+        axes = "".join(SPACE if i in whole else OTHER for i in range(x.ndim))
+        divide = lambda value: divided(value, axes, misdivided.MAX_POOL, mesh)
+    y = divide(lax.reduce_window(divide(x), start, reduce, *windows))
     return y, window, any(pad for pair in padding for pad in pair)
-
-
-# In eager mode, a sharding constraint needs a jitted function, which knows the devices of the mesh.
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)
-def _unsplit_maxima(x, mesh, axes, start, windows):
-    """The maximum over each window. The axes of the windows are not split, because XLA computes
-    another gradient if windows overlap (see `fnet.jaxpr.misdivided`)."""
-    y = lax.reduce_window(
-        misdivided.unsplit(x, mesh, axes), np.array(start, x.dtype), lax.max, *windows
-    )
-    return misdivided.unsplit(y, mesh, axes)

@@ -3,7 +3,6 @@ steps."""
 
 import contextlib
 import io
-import itertools
 import os
 import pathlib
 import random
@@ -14,20 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import layers as nn
 from fnet import parallel
 from fnet.jaxpr import misdivided
+from tests.parallel import sharding_product
+from tests.parallel.sharding_product import (
+    LAYERS,
+    MESHES,
+    PROMISED,
+    SITUATIONS,
+    mesh,
+    prepared,
+    shardings,
+)
 
 pytestmark = pytest.mark.usefixtures("quickly")
 FINDINGS = pathlib.Path(__file__).parents[2] / "findings"
-
-
-def mesh(*shape):
-    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return Mesh(devices, ("a", "b")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
 
 
 @pytest.mark.quick_cases(2)
@@ -68,65 +72,6 @@ def test_meshes_to_which_a_row_applies():
     assert not misdivided.MAX_POOL.applies(None)
 
 
-CASES = {  # layer, shape of the input
-    "1d": (nn.Conv(8, 4), (8, 16, 8)),
-    "2d": (nn.Conv(8, 3), (8, 8, 8, 8)),
-    "even window": (nn.Conv(8, 4), (8, 8, 8, 8)),
-    "strided": (nn.Conv(8, 2, 2, padding="VALID"), (8, 8, 8, 8)),
-    "dilated": (nn.Conv(8, 3, dilation=2), (8, 8, 8, 8)),
-    "pointwise": (nn.Conv(8, 1), (8, 8, 8, 8)),
-    "grouped 1d": (nn.Conv(8, 4, groups=2), (8, 16, 8)),
-    "grouped": (nn.Conv(8, 3, groups=4), (8, 8, 8, 8)),
-    "few rows": (nn.Conv(8, 3, groups=2), (4, 8, 8, 8)),
-    "depthwise": (nn.DepthwiseConv(4, 2), (8, 8, 8, 8)),
-    "transposed": (nn.ConvTranspose(8, 4, 2), (8, 4, 4, 8)),
-    "transposed 1d": (nn.ConvTranspose(8, 3, 2, groups=4), (8, 8, 8)),
-    "max": (nn.MaxPool(2), (8, 8, 8, 8)),
-    "overlapping max": (nn.MaxPool(3, 1, padding="SAME"), (8, 8, 8, 8)),
-    "overlapping max, strided": (nn.MaxPool(3, 2, padding=1), (8, 8, 8, 8)),
-    "overlapping max 1d": (nn.MaxPool(3, 1, padding="SAME"), (8, 16, 8)),
-    "average": (nn.AvgPool(2), (8, 8, 8, 8)),
-    "overlapping average": (nn.AvgPool(3, 2, padding="SAME"), (8, 8, 8, 8)),
-}
-
-
-def shardings(shape, mesh):
-    """All shardings that divide an array: each axis of the mesh splits one axis of the array, or
-    none."""
-    found = []
-    for places in itertools.product((None, *range(len(shape))), repeat=len(mesh.shape)):
-        split = [
-            tuple(name for name, place in zip(mesh.shape, places) if place == i)
-            for i in range(len(shape))
-        ]
-        parts = [int(np.prod([mesh.shape[name] for name in names])) for names in split]
-        if all(size % part == 0 for size, part in zip(shape, parts)):
-            found.append(NamedSharding(mesh, P(*(names or None for names in split))))
-    return found
-
-
-def prepared(name):
-    """(outputs and gradients of a layer, as a function of params, input and cotangent; these; the
-    right results)."""
-    layer, shape = CASES[name]
-    draw = lambda shape: (
-        np.random.default_rng(len(shape)).integers(-3, 4, shape).astype(np.float32)
-    )  # sums are exact
-    x = np.random.default_rng(0).permutation(int(np.prod(shape))).reshape(shape).astype(np.float32)
-    x = x if isinstance(layer, nn.MaxPool) else x % 7 - 3
-    params = jax.tree.map(
-        lambda leaf: draw(leaf.shape), layer.init(jax.random.key(0), jnp.asarray(x))[0]
-    )
-    cotangent = 36 * draw(jax.eval_shape(layer, params, x).shape)
-
-    def run(params, x, cotangent):
-        y, transpose = jax.vjp(layer, params, x)
-        return y, transpose(cotangent)
-
-    args = params, x, cotangent
-    return run, args, jax.tree.map(np.asarray, jax.jit(run)(*args))
-
-
 def check(drawn):
     """Compares layers on several devices with one device, in one program. `drawn`: (case, shardings
     of its args)."""
@@ -147,7 +92,7 @@ def placed(name, mesh, choose):
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
 def test_layers_on_drawn_shardings(sizes):
     draw = random.Random(str(sizes))
-    names = [*draw.sample(sorted(CASES), 3), "grouped", "2d", "overlapping max"]
+    names = [*draw.sample(sorted(LAYERS), 3), "grouped", "2d", "overlapping max"]
     check([placed(name, mesh(*sizes), draw.choice) for name in names])
 
 
@@ -157,7 +102,7 @@ def test_layers_on_drawn_shardings(sizes):
     [
         (name, sizes)
         for sizes in [(2, 2), (2, 4), (4,), (8,)]
-        for name, (layer, _) in CASES.items()
+        for name, (layer, _) in LAYERS.items()
         if len(sizes) == 2 or isinstance(layer, nn.MaxPool)
     ],
 )  # one axis is enough for the error of max pooling alone
@@ -179,7 +124,7 @@ def test_layers_on_each_sharding_of_each_argument(name, sizes):
 
 def constraints(f, *args):
     text = str(jax.make_jaxpr(f)(*args))
-    return len(re.findall(r"= sharding_constraint\[", text))
+    return len(re.findall(r"= (?:divided|sharding_constraint)\[", text))
 
 
 def test_one_device_and_one_axis_get_no_constraints():
@@ -198,10 +143,60 @@ def test_one_device_and_one_axis_get_no_constraints():
         assert constraints(layer, params, x) == 6
 
 
+def equal(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+@pytest.mark.filterwarnings("ignore:.with mesh:")
+@pytest.mark.parametrize(
+    ("situation", "name"),
+    [
+        ("with mesh", "2d"),
+        ("with mesh", "grouped 1d"),
+        ("with mesh", "overlapping max"),
+        ("set_mesh", "even window"),
+        ("vmap of both", "dilated"),
+        ("vmap of both", "pointwise"),
+        ("vmap of inputs", "few rows"),
+        ("vmap of kernels", "depthwise 1d"),
+        ("placed", "transposed"),
+    ],
+)
+def test_drawn_cases_of_each_situation(situation, name):
+    """Five drawn cases, and one in which the batch, or else an image axis, is split over one axis
+    of 2 x 4."""
+    each, mapped = mesh(2, 4), SITUATIONS[situation]
+    drawn = list(sharding_product.drawn(name, situation, each, 5))
+    rows = (None,) * (mapped[1] == 0)
+    split = NamedSharding(
+        each, P(*rows, "a") if "pointwise" in name or mapped[1] == 0 else P(*rows, None, "a")
+    )
+    params, _, _ = prepared(name, mapped).args
+    drawn.append((jax.tree.map(lambda _: NamedSharding(each, P()), params), split, split))
+    for places in drawn:
+        found = sharding_product.outcome(name, situation, each, places)
+        assert found.result == "equal", (found, places)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.with mesh:")
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("situation", PROMISED)
+def test_a_sample_of_the_product(situation, name, sizes):
+    """`python -m tests.parallel.sharding_product` runs all of it."""
+    if SITUATIONS[situation][0] == 0 and not prepared(name).args[0]:
+        pytest.skip("no kernel to map")
+    each = mesh(*MESHES[sizes])
+    for places in sharding_product.drawn(name, situation, each, 10):
+        found = sharding_product.outcome(name, situation, each, places)
+        assert found.result == "equal", (found, places)
+
+
 @pytest.mark.parametrize("name", ["2d", "depthwise", "overlapping max"])
 def test_without_jit(name):
     """The input alone lies on the mesh, or nothing does, and the mesh is set."""
-    layer, _ = CASES[name]
+    layer, _ = LAYERS[name]
     _, (params, x, _), (want, _) = prepared(name)
     each = mesh(2, 2)
     placed = jax.device_put(x, NamedSharding(each, P(None, "a")))
@@ -212,11 +207,89 @@ def test_without_jit(name):
         np.testing.assert_array_equal(got, want)
 
 
+def test_a_gradient_without_jit():
+    layer, _ = LAYERS["2d"]
+    _, (params, x, cotangent), (_, (want, _)) = prepared("2d")
+    placed = jax.device_put(x, NamedSharding(mesh(2, 2), P(None, "a")))
+    equal(jax.grad(lambda params: (layer(params, placed) * cotangent).sum())(params), want)
+    with jax.disable_jit():
+        equal(layer(params, placed), prepared("2d").want[0])
+
+
+def test_one_example_at_a_time():
+    """The examples, which `vmap` maps, are split over one axis of the mesh."""
+    layer, _ = LAYERS["grouped"]
+    _, (params, x, cotangent), (_, (want, _)) = prepared("grouped")
+    placed = [jax.device_put(array, NamedSharding(mesh(2, 2), P("a"))) for array in (x, cotangent)]
+
+    def loss(params, x, cotangent):
+        return (jax.vmap(lambda row: layer(params, row[None])[0])(x) * cotangent).sum()
+
+    equal(jax.jit(jax.grad(loss))(params, *placed), want)
+    gradient = jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))  # of each example
+    each = gradient(params, *(array[:, None] for array in placed))
+    equal(jax.tree.map(lambda leaf: leaf.sum(0), each), want)
+
+
+@pytest.mark.parametrize("spmd_axis_name", [None, "a"])
+def test_networks_side_by_side(spmd_axis_name):
+    """Each network has its own parameters, and the networks, or the batch, are split."""
+    layer = nn.Sequential(nn.Conv(8, 3), nn.MaxPool(3, 1), nn.DepthwiseConv(3))
+    x = np.random.default_rng(0).normal(size=(2, 8, 8, 8, 8)).astype(np.float32)
+    params = jax.vmap(lambda key: layer.init(key, x[0])[0])(jax.random.split(jax.random.key(0), 2))
+    loss = lambda params, x: jnp.square(layer(params, x)).sum()
+    want = jax.jit(jax.vmap(jax.grad(loss)))(params, x)
+    for spec in P("a"), P("a", "b"), P(None, "a"):
+        placed = jax.device_put(x, NamedSharding(mesh(2, 2), spec))
+        got = jax.jit(jax.vmap(jax.grad(loss), spmd_axis_name=spmd_axis_name))(params, placed)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
+def test_derivatives_of_other_kinds():
+    """Forward mode, forward over reverse mode, rematerialization and a loop over layers."""
+    layer = nn.Conv(8, 3)
+    x = np.random.default_rng(0).normal(size=(4, 8, 8, 8)).astype(np.float32)
+    params = layer.init(jax.random.key(0), x)[0]
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), params)
+    loss = lambda params, x: jnp.square(layer(params, x)).sum()
+    deep = lambda params, x: jnp.square(
+        lax.scan(lambda x, params: (layer(params, x), None), x, params)[0]
+    ).sum()
+    placed = jax.device_put(x, NamedSharding(mesh(2, 2), P(None, "a")))
+    for f in (
+        lambda x: jax.jvp(loss, (params, x), (params, x)),
+        lambda x: jax.jvp(jax.grad(loss), (params, x), (params, x)),
+        lambda x: jax.grad(jax.checkpoint(loss))(params, x),
+        lambda x: jax.grad(deep)(stacked, x),
+    ):
+        want = jax.jit(f)(x)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),
+            jax.jit(f)(placed),
+            want,
+        )
+
+
+def test_the_ledger_names_what_the_layers_avoid():
+    model = nn.Sequential(nn.Conv(16, 3), nn.MaxPool(3, 2, padding=1), nn.DepthwiseConv(3))
+    x = jax.device_put(np.ones((1, 8, 8, 8), np.float32), NamedSharding(mesh(2, 2), P(None, "a")))
+    params = model.init(jax.random.key(0), x)[0]
+    ledger = parallel.ledger(jax.jit(model).lower(params, x).compile())
+    gathers = {
+        each.scope: each.bytes for each in ledger.transfers if each.collective == "all-gather"
+    }
+    assert gathers["0/avoid_split_image_convolution"] == x.nbytes  # the image, on each device
+    batch = jax.device_put(
+        np.ones((8, 8, 8, 8), np.float32), NamedSharding(mesh(2, 2), P(("a", "b")))
+    )
+    assert not parallel.ledger(jax.jit(model).lower(params, batch).compile()).transfers
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["2d", "grouped", "transposed"])
 def test_several_kernels_for_one_input(name):
     """`vmap` over the kernels makes one convolution of them, with more features."""
-    layer, _ = CASES[name]
+    layer, _ = LAYERS[name]
     _, (params, x, cotangent), _ = prepared(name)
     several = lambda leaf: np.stack([leaf, 2 * leaf])
     params, cotangent, each = jax.tree.map(several, params), several(cotangent), mesh(2, 2)
