@@ -85,7 +85,7 @@ class _Flattener(_Inliner):
             )
             return [Value(wide.astype(eqn.outvars[0].aval.dtype))]
         if name in _SAME:
-            return inputs
+            return inputs[: len(eqn.outvars)]  # "divided" has further operands
         if name in _SIMPLER:
             arrays = [value.x for value in inputs]
             return [Value(y) for y in _SIMPLER[name](eqn.params, eqn.outvars, *arrays)]

@@ -28,6 +28,12 @@ class Conv(Layer):
     number, the input determines the number of dimensions, so `Conv(64, 3)` works for sequences,
     images and volumes.
 
+    On a mesh of two or more axes with images, time, the kernel or, with groups, the batch split,
+    XLA computes wrong results of convolutions. The layer avoids this wherever it sees the mesh,
+    which it does not if `jax.jit` with `in_shardings` gets only arrays that were never placed:
+    place one with `jax.device_put`, use `jax.set_mesh(mesh)` or `plan.jit` (docs/parallel.md, "What
+    is not left to XLA").
+
     Args:
         features: number of output channels.
         kernel_size: size of the window: one number for all dimensions, or one number for each
@@ -254,24 +260,27 @@ def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Ar
         else (misdivided.SPLIT_IMAGE, misdivided.SPLIT_KERNEL, misdivided.GROUPED)
     )  # for `vmap`
     if any(row.applies(mesh) for row in rows):
-        return _divided(x, kernel, bias, mesh, rows[0], options)
-    return _affine(x, kernel, bias, options)
+        y = _divided(x, kernel, mesh, rows[0], options)
+    else:
+        y = _convolution(x, kernel, options)
+    return y if bias is None else y + align(bias, y)
 
 
-def _divided(x, kernel, bias, mesh, row, options):
-    """As `_affine`, divided so that XLA computes the results and the gradients of one device (see
-    `fnet.jaxpr.misdivided`)."""
+def _divided(x, kernel, mesh, row, options):
+    """As `_convolution`, divided so that XLA computes the results and the gradients of one device
+    (see `fnet.jaxpr.misdivided`)."""
     divide = lambda value, axes: divided(value, axes, row, mesh, x, kernel)
     space = SPACE * (x.ndim - 2)
-    y = _affine(divide(x, ROWS + space + OTHER), divide(kernel, space + 2 * OTHER), bias, options)
-    return divide(y, ROWS + space + OTHER)
+    y = _convolution(divide(x, ROWS + space + OTHER), divide(kernel, space + 2 * OTHER), options)
+    return divide(y, ROWS + space + OTHER)  # before the bias, which may be split otherwise
 
 
-def _affine(x, kernel, bias, options):
+def _convolution(x, kernel, options):
     convolve = functools.partial(lax.conv_general_dilated, **options)
     # XLA gathers the batch of a grouped convolution.
-    y = convolve(x, kernel) if options["feature_group_count"] == 1 else by_rows(convolve, x, kernel)
-    return y if bias is None else y + align(bias, y)
+    return (
+        convolve(x, kernel) if options["feature_group_count"] == 1 else by_rows(convolve, x, kernel)
+    )
 
 
 def layout(ndim: int) -> lax.ConvDimensionNumbers:

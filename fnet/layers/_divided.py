@@ -62,6 +62,11 @@ def _spec(shape, axes, row, mesh) -> P:
 
 def _constrained(value, *mapped, axes, row, mesh):
     with jax.named_scope(f"avoid_{row.name}"):
+        # jaxlib 0.12 names a transfer after the operation whose result it moves. This one leaves no
+        # other trace.
+        value = lax.with_sharding_constraint(
+            value, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * value.ndim))
+        )
         return lax.with_sharding_constraint(
             value, NamedSharding(mesh, _spec(value.shape, axes, row, mesh))
         )

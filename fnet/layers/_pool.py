@@ -21,6 +21,11 @@ from fnet.layers._scope import Scope
 class MaxPool(Layer):
     """Computes the maximum over each window.
 
+    If windows overlap and an image axis is split over several devices, XLA computes a wrong
+    gradient. The layer avoids this wherever it sees the mesh, which it does not if `jax.jit` with
+    `in_shardings` gets only arrays that were never placed: place one with `jax.device_put`, use
+    `jax.set_mesh(mesh)` or `plan.jit` (docs/parallel.md, "What is not left to XLA").
+
     Args:
         window: size of the window, one number for all dimensions or one for each dimension.
         strides: step of the window. Default: the size of the window, so that windows do not

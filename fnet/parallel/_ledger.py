@@ -35,7 +35,9 @@ class Transfer(NamedTuple):
             "reduce-scatter", "all-to-all" or "collective-permute".
         scope: the path of the named scopes (`jax.named_scope`) that contain the operation, or "" if
             XLA does not state the path. An operation of the backward pass has the path of the
-            corresponding forward operation.
+            corresponding forward operation. "conv/avoid_split_image_convolution" is a transfer with
+            which the layer "conv" avoids a wrong result of XLA, and the name of that in
+            `findings/`.
         bytes: the size in bytes of the collective's result on one chip.
         group: the number of chips that take part in the collective.
         times: the number of times that one run of the program runs this collective.

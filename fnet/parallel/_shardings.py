@@ -17,14 +17,7 @@ SMALL = (
     1 << 12
 )  # arrays with fewer elements are not split: transfers would take more time than is saved
 _KEEPS = frozenset(
-    (
-        "convert_element_type",
-        "copy",
-        "optimization_barrier",
-        "sharding_constraint",
-        "divided",
-        "name",
-    )
+    ("convert_element_type", "copy", "optimization_barrier", "sharding_constraint", "name")
 )
 
 

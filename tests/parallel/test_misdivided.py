@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fnet import jaxpr, parallel
 from fnet import layers as nn
-from fnet import parallel
 from fnet.jaxpr import misdivided
 from tests.parallel import sharding_product
 from tests.parallel.sharding_product import (
@@ -178,6 +178,15 @@ def test_drawn_cases_of_each_situation(situation, name):
         assert found.result == "equal", (found, places)
 
 
+def test_a_split_bias_does_not_split_the_convolution():
+    """XLA ended the process, as it does for some grouped convolutions whose features are split."""
+    each, situation = mesh(2, 4), "vmap of both"
+    place = lambda *axes: NamedSharding(each, P(*axes))
+    params = {"kernel": place(None, None, None, None, ("b", "a")), "bias": place("a", "b")}
+    places = params, place(None, None, None, "a"), place(None, None, "b", "a")
+    assert sharding_product.outcome("few rows", situation, each, places).result == "equal"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.with mesh:")
 @pytest.mark.parametrize("sizes", MESHES)
@@ -268,6 +277,17 @@ def test_derivatives_of_other_kinds():
             jax.jit(f)(placed),
             want,
         )
+
+
+def test_flat_programs_contain_no_constraints():
+    """The exports read flat programs, also of parameters that lie on a mesh."""
+    layer, _ = LAYERS["2d"]
+    _, (params, x, _), (want, _) = prepared("2d")
+    placed = jax.device_put(x, NamedSharding(mesh(2, 2), P("a")))
+    flat = jaxpr.flatten(jax.make_jaxpr(layer)(params, placed))
+    assert not {"divided", "sharding_constraint"} & {eqn.primitive.name for eqn in flat.jaxpr.eqns}
+    (y,) = jax.core.eval_jaxpr(flat.jaxpr, flat.consts, *jax.tree.leaves((params, x)))
+    equal(y, want)
 
 
 def test_the_ledger_names_what_the_layers_avoid():
