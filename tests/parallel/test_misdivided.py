@@ -197,7 +197,7 @@ def test_a_sample_of_the_product(situation, name, sizes):
     if SITUATIONS[situation][0] == 0 and not prepared(name).args[0]:
         pytest.skip("no kernel to map")
     each = mesh(*MESHES[sizes])
-    for places in sharding_product.drawn(name, situation, each, 10):
+    for places in sharding_product.drawn(name, situation, each, 5):
         found = sharding_product.outcome(name, situation, each, places)
         assert found.result == "equal", (found, places)
 
