@@ -20,7 +20,7 @@ from fnet import hardware as hw
 from fnet import models
 from fnet import training as tr
 from fnet import transforms as ft
-from fnet.hardware._cache import cache_folder
+from fnet._util._cache import cache_folder
 
 MODEL = flags.DEFINE_enum("model", "gpt", ["gpt", "resnet"], "the model")
 STEPS = flags.DEFINE_integer("steps", 200, "training steps")

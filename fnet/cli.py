@@ -35,7 +35,8 @@ from fnet import (
     _cli_serve,
     _cli_sweep,
 )
-from fnet.hardware._chip import Chip, si
+from fnet._util._units import si
+from fnet.hardware._chip import Chip
 
 _COMMANDS = {
     "plan": _cli_plan,

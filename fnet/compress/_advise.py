@@ -16,13 +16,13 @@ from jax import lax
 from jax.tree_util import keystr, tree_map_with_path
 
 from fnet import hardware as hw
+from fnet._util._text_table import aligned
+from fnet._util._timing import timings
+from fnet._util._units import si
 from fnet.compress._formats import METHODS, Format, Int4, Int8
 from fnet.compress._products import Product, by_parameter, grouped, leaves_by_path, products
 from fnet.compress._quantize import Quantized, quantize, size
-from fnet.hardware._chip import si
-from fnet.hardware._probe import timings
 from fnet.hardware._roofline import seconds_text
-from fnet.hardware._text_table import aligned
 from fnet.jaxpr import is_implicit
 from fnet.transforms import use_implicit_arrays
 

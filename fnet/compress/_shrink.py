@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from fnet import hardware as hw
+from fnet._util._text_table import aligned
 from fnet.compress._groups import Call, apply_cuts, cuts, groups
 from fnet.compress._removal import Removal, shrunk_function
 from fnet.compress._rules import matching
 from fnet.compress._scores import METHODS, scores
 from fnet.compress._smaller_model import smaller_model
-from fnet.hardware._text_table import aligned
 from fnet.jaxpr import is_array, is_implicit
 
 

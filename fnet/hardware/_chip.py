@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from fnet._util._units import si
+
 # The values of `Chip.basis`, from the most to the least reliable.
 BASES = ("exact", "measured", "published", "derived", "estimated", "unverified")
 
@@ -346,21 +348,6 @@ def dtype_name(dtype: Any) -> str:
         if dtype in _NAMES.values() or dtype.split("_")[0] in (*_NAMES.values(), "tf32"):
             return dtype
     return _NAMES.get(str(jnp.dtype(dtype)), str(jnp.dtype(dtype)))
-
-
-def si(value: float, *, digits: int = 4) -> str:
-    """Formats a number with a decimal prefix and a space: 197e12 becomes "197 T"."""
-    for factor, prefix in (
-        (1e18, "E"),
-        (1e15, "P"),
-        (1e12, "T"),
-        (1e9, "G"),
-        (1e6, "M"),
-        (1e3, "k"),
-    ):
-        if abs(value) >= factor * 0.9995:
-            return f"{value / factor:.{digits}g} {prefix}"
-    return f"{value:.{digits}g} "
 
 
 def _precision_level(precision: Any) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fnet import jaxpr
-from fnet.hardware._chip import FrozenTable, si
-from fnet.hardware._text_table import aligned
+from fnet._util._text_table import aligned
+from fnet._util._units import si
+from fnet.hardware._chip import FrozenTable
 from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, traits
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fnet.hardware._chip import Chip, si
+from fnet._util._units import si
+from fnet.hardware._chip import Chip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ import numpy as np
 from jax import lax
 
 from fnet._jax import trace_state
-from fnet.hardware._cache import cache_folder, read_json, write_json
+from fnet._util._cache import cache_folder, read_json, write_json
+from fnet._util._timing import timings
 from fnet.hardware._cpu import read_cpu
 from fnet.hardware._onednn import ONEDNN, onednn
 
@@ -35,7 +36,6 @@ DOT_AT_MOST, CONV_AT_MOST = 0.8, 0.9  # bfloat16 is selected up to this fraction
 _VERSION = 2  # version of the measurement; a cached result of another version is not used
 _SIDE = 768
 _IMAGES, _KERNEL = (16, 16, 16, 64), (3, 3, 64, 64)
-_SECONDS, _ROUNDS = 0.4, (9, 50)
 
 
 class Probe(NamedTuple):
@@ -199,24 +199,6 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
                 continue
             calls[name, dtype] = functools.partial(run, *args)
     return ratios(timings(calls, clock))
-
-
-def timings(
-    calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]
-) -> dict[Any, list[float]]:
-    """Measures the time of each function in several rounds. In each round, every function is called
-    once, so that a slow period of the machine affects all functions. Returns {name: the time in
-    seconds for each round}."""
-    times: dict[Any, list[float]] = {name: [] for name in calls}
-    end, (least, most) = time.perf_counter() + _SECONDS, _ROUNDS
-    for number in range(most):
-        if number >= least and time.perf_counter() > end:
-            break
-        for name, call in calls.items():
-            start = clock()
-            jax.block_until_ready(call())
-            times[name].append(clock() - start)
-    return times
 
 
 def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 
-from fnet.hardware._chip import Chip, si
+from fnet._util._text_table import aligned
+from fnet._util._units import si
+from fnet.hardware._chip import Chip
 from fnet.hardware._count import Cost, Count, count
 from fnet.hardware._detect import detect
 from fnet.hardware._mfu import MFU, mfu
-from fnet.hardware._text_table import aligned
 from fnet.hardware._tiles import Waste, rule, tile_waste
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import transforms as ft
-from fnet.hardware._text_table import aligned
+from fnet._util._text_table import aligned
 from fnet.jaxpr import check_function
 
 _SAME = 1e-3  # sites with different names form a pair if their error is smaller than this

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet.hardware._text_table import aligned
+from fnet._util._text_table import aligned
 from fnet.jaxpr import array_leaves, check_function
 
 _STEPS = tuple(

@@ -410,7 +410,7 @@ def second_line(node: Node) -> str:
 
 
 def hw_si(value: float) -> str:
-    from fnet.hardware._chip import si
+    from fnet._util._units import si
 
     return si(value, digits=3)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from fnet.hardware._chip import si
-from fnet.introspect import _page
+from fnet._util import _page
+from fnet._util._units import si
 from fnet.introspect._arrange import Arrangement
 from fnet.introspect._flow import Node, Value
 from fnet.introspect._place import SIZES, STEPS, box, short
@@ -47,7 +47,7 @@ def page(
     return _page.page(
         f"{title}: graph",
         body,
-        style="fnet.introspect/page.css fnet.introspect/graph.css",
+        style="fnet._util/page.css fnet.introspect/graph.css",
         script="fnet.introspect/layout.js fnet.introspect/graph.js",
         data=_data(drawn, expanded, made, values, color if color in dict(metrics) else "flops"),
     )

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from fnet import hardware as hw
+from fnet._util._units import si
 from fnet.hardware import Bound, Cost
-from fnet.hardware._chip import si
 from fnet.introspect import _trace
 from fnet.introspect._hlo import PHASES, Operation
 from fnet.introspect._render import Table

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fnet.hardware._chip import si
-from fnet.hardware._text_table import aligned
+from fnet._util._text_table import aligned
+from fnet._util._units import si
 
 
 class Table(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import transforms as ft
-from fnet.hardware._text_table import aligned
+from fnet._util._text_table import aligned
 from fnet.jaxpr import check_function
 
 

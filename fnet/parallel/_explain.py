@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
+from fnet._util._text_table import aligned
 from fnet.hardware._roofline import seconds_text
-from fnet.hardware._text_table import aligned
 from fnet.parallel import _cost
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from fnet.hardware._text_table import aligned
+from fnet._util._text_table import aligned
 from fnet.jaxpr import scope_of_operation
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"

@@ -10,10 +10,10 @@ import jax
 
 from fnet import hardware as hw
 from fnet import transforms as ft
+from fnet._util._text_table import aligned
+from fnet._util._units import si
 from fnet.hardware import Chip, Count
-from fnet.hardware._chip import si
 from fnet.hardware._roofline import seconds_text
-from fnet.hardware._text_table import aligned
 from fnet.parallel import _check, _cost, _mesh
 from fnet.parallel._planner import ROOM, Drafts, Traced
 from fnet.parallel._strategies import Strategy

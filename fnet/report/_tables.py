@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from fnet.hardware._chip import si
+from fnet._util._units import si
 from fnet.report._read import Run
 
 _TEXT = 4000  # largest number of characters of a value

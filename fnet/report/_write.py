@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import fnet
-from fnet.hardware._chip import si
-from fnet.introspect import _page
+from fnet._util import _page
+from fnet._util._units import si
 from fnet.report import _predictions, _tables
 from fnet.report._read import Run, read
 from fnet.training import duration
@@ -126,7 +126,7 @@ def page(runs: Sequence[Run]) -> str:
     return _page.page(
         f"{title(names)}: report",
         body,
-        style="fnet.introspect/page.css fnet.report/report.css",
+        style="fnet._util/page.css fnet.report/report.css",
         script="fnet.report/chart.js fnet.report/report.js",
         data=data,
     )

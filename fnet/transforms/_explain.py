@@ -9,8 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from fnet._util._text_table import aligned
 from fnet.hardware import Chip, Policy
-from fnet.hardware._text_table import aligned
 from fnet.jaxpr import unsupported
 from fnet.transforms._autocast import Row, _Autocast
 from fnet.transforms._implicit import Uses, uses

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 from jax.tree_util import keystr
 
-from fnet.hardware._text_table import aligned
+from fnet._util._text_table import aligned
 from fnet.jaxpr import ImplicitInterpreter, Traced, Use, array_leaves, is_implicit, wraps
 
 

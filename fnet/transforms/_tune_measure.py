@@ -13,7 +13,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from fnet.hardware._cache import cache_folder, read_json, write_json
+from fnet._util._cache import cache_folder, read_json, write_json
 from fnet.hardware._cpu import read_cpu
 
 FASTER = 0.98  # rules are omitted if the program then takes at most this fraction of the time

@@ -16,6 +16,7 @@ import pytest
 
 from fnet import hardware as hw
 from fnet import transforms as ft
+from fnet._util import _timing
 from fnet.hardware import _probe
 from fnet.hardware._policy import _here
 
@@ -118,7 +119,7 @@ def test_calls_are_timed_in_turns():
 
         return run
 
-    times = _probe.timings({"a": call("a", 2.0), "b": call("b", 1.0)}, lambda: now[0])
+    times = _timing.timings({"a": call("a", 2.0), "b": call("b", 1.0)}, lambda: now[0])
     rounds = len(times["a"])
     assert 9 <= rounds <= 50 and times == {"a": [2.0] * rounds, "b": [1.0] * rounds}
     assert order == ["a", "b"] * rounds
@@ -381,7 +382,7 @@ def test_what_is_measured_is_what_autocast_emits(operation):
 
 def test_the_real_probe(monkeypatch, tmp_path):
     monkeypatch.setenv("FNET_CACHE", str(tmp_path))
-    monkeypatch.setattr(_probe, "_SECONDS", 0.0)  # nine rounds
+    monkeypatch.setattr(_timing, "_SECONDS", 0.0)  # nine rounds
     _probe._once.cache_clear()
     policy = hw.policy(probe=True)
     (entry,) = json.loads((tmp_path / "probe.json").read_text()).values()

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fnet import _jax
-from fnet.hardware._cache import cache_folder
+from fnet._util._cache import cache_folder
 
 LIMIT = 4 << 30  # bytes; if the cache is larger, the least recently used programs are deleted
 SHORTEST = 0.05  # seconds of compilation; programs that compile faster are not stored

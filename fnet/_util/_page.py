@@ -22,7 +22,7 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
     Args:
         title: plain text.
         body: HTML, in which every text is escaped.
-        style, script: names of files, separated by spaces, such as "fnet.introspect/page.css
+        style, script: names of files, separated by spaces, such as "fnet._util/page.css
             fnet.report/report.css".
         data: a value of JSON types, which the script of the page reads from the element with the id
             "data".
