@@ -96,7 +96,7 @@ def test_a_backend_that_does_not_start_has_one_message_everywhere(capsys, monkey
     def fail(args):
         raise RuntimeError("Unable to initialize backend 'cuda': gone\nmore")
 
-    monkeypatch.setattr("fnet._cli_plan.run", fail)
+    monkeypatch.setattr("fnet.cli._plan.run", fail)
     assert run(capsys, "plan", "a:b") == (
         2,
         "",
@@ -251,7 +251,7 @@ def test_what_goes_wrong_is_one_line_unless_debug_is_asked_for(capsys, monkeypat
     def broken(*_):
         raise RuntimeError("the first line\nand more")
 
-    monkeypatch.setattr("fnet.cli._catalog", broken)
+    monkeypatch.setattr("fnet.cli._chips._catalog", broken)
     assert run(capsys, "chips") == (
         1,
         "",

@@ -13,7 +13,8 @@ import time
 import numpy as np
 import pytest
 
-from fnet import _cli_sweep, search
+from fnet import search
+from fnet.cli import _sweep as command_line
 from fnet.cli import main
 from fnet.search import _sweep, _sweep_page
 
@@ -210,7 +211,7 @@ def test_other_settings_and_wrong_flags(files, capsys):
     assert main(wrong) == 2 and "--budget=soon: expected a time" in capsys.readouterr().err
     assert main(["sweep", "missing.py", "--space", str(files / "space.json")]) == 2
     assert "missing.py: no such file" in capsys.readouterr().err
-    assert _cli_sweep.budget("1.5h") == 5400 and _cli_sweep.budget("90") == 90
+    assert command_line.budget("1.5h") == 5400 and command_line.budget("90") == 90
 
 
 def test_a_metric_that_the_run_does_not_log(files, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fnet import _cli_plan
+from fnet.cli import _plan
 
 _DESCRIPTION = (
     __doc__
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--batch={args.batch}: the batch of {args.model} is what the function returns"
             )
-        step, init, batch = _cli_plan.found(args.model)
+        step, init, batch = _plan.found(args.model)
     else:
         step, init, batch, images = training(args.model, args.batch)
         examples = examples or (_EPOCH if images else None)
