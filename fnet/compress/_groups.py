@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, SequenceKey, keystr, tree_flatten_with_path
 
-from fnet.jaxpr import TiedProgram, Traced, is_array, remaining_indices
+from fnet.axes import TiedProgram, remaining_indices
+from fnet.jaxpr import Traced, is_array
 
 Factors = tuple[int, ...]
 

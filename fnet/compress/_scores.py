@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fnet.axes import ACTIVATIONS, observe
 from fnet.compress._groups import Call, Group
-from fnet.jaxpr import ACTIVATIONS, array_leaves, is_array, observe
+from fnet.jaxpr import array_leaves, is_array
 from fnet.transforms import capture, sites
 
 METHODS = ("magnitude", "taylor", "activations")

@@ -15,19 +15,15 @@
   values, and `Inspector` captures or replaces named values.
 - `flatten`, `stable`: `flatten` rewrites a program so that it contains only a few primitives, and
   `stable` represents the rewritten program as plain data.
-- `TiedProgram`: removal of indices from the axes of a program's arrays, for example the indices of
-  hidden units.
 - `read`: a jaxpr as a flat list of operations, in which calls are inlined.
 - `cost`, `touched`, `nbytes`: `cost` returns the FLOPs of an equation, `touched` returns the bytes
   that an equation reads and writes, and `nbytes` returns the bytes of an array.
 - `misdivided`: the operations that XLA divides wrongly over several devices, and what avoids each
   of them.
-- `batch_axes`: the batch axes of an equation's outputs.
 """
 
 from fnet.jaxpr import _misdivided as misdivided
 from fnet.jaxpr import _mutable as mutable
-from fnet.jaxpr._batch_axes import batch_axes, before
 from fnet.jaxpr._calls import (
     CALLS,
     INLINED,
@@ -65,8 +61,6 @@ from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, implicit_dot, is_implicit, materialize
 from fnet.jaxpr._implicit_rules import ImplicitInterpreter, Use
 from fnet.jaxpr._inspect import Inspector
-from fnet.jaxpr._observe import NAME as ACTIVATIONS
-from fnet.jaxpr._observe import observe
 from fnet.jaxpr._primitives import (
     POINTWISE,
     Description,
@@ -79,8 +73,6 @@ from fnet.jaxpr._primitives import (
 )
 from fnet.jaxpr._producers import Producer, producers
 from fnet.jaxpr._replicated import may_differ
-from fnet.jaxpr._resize import TiedProgram
-from fnet.jaxpr._resize import indices as remaining_indices
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import in_jaxpr as scopes_in
@@ -106,7 +98,6 @@ from fnet.jaxpr._values import Value, bind, plain, restore
 from fnet.jaxpr._wrapping import Compiled, check_function, wraps
 
 __all__ = [
-    "ACTIVATIONS",
     "BILINEAR",
     "BLOCK",
     "CALLS",
@@ -134,7 +125,6 @@ __all__ = [
     "Scope",
     "Site",
     "Structure",
-    "TiedProgram",
     "Traced",
     "Traits",
     "Unsupported",
@@ -142,8 +132,6 @@ __all__ = [
     "Value",
     "alike_fields",
     "array_leaves",
-    "batch_axes",
-    "before",
     "bind",
     "bodies",
     "boxed",
@@ -173,7 +161,6 @@ __all__ = [
     "mutable",
     "nbytes",
     "new_dtype",
-    "observe",
     "opened",
     "overwritten",
     "permutation",
@@ -183,7 +170,6 @@ __all__ = [
     "product",
     "random_bits",
     "read",
-    "remaining_indices",
     "restore",
     "results_boxed",
     "rewrite",

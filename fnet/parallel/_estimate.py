@@ -14,19 +14,9 @@ from typing import Any, NamedTuple
 import jax
 
 from fnet import _jax
+from fnet.axes import batch_axes, before
 from fnet.hardware._count import Kept, heavy
-from fnet.jaxpr import (
-    Frame,
-    Scope,
-    batch_axes,
-    before,
-    description,
-    marks,
-    nbytes,
-    product,
-    read,
-    scan,
-)
+from fnet.jaxpr import Frame, Scope, description, marks, nbytes, product, read, scan
 from fnet.parallel._ledger import Ledger, Transfer
 
 

@@ -24,17 +24,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import jaxpr
-from fnet.jaxpr import (
-    DOT,
-    Interpreter,
-    Value,
-    batch_axes,
-    before,
-    misdivided,
-    nbytes,
-    restore,
-    scan,
-)
+from fnet.axes import batch_axes, before
+from fnet.jaxpr import DOT, Interpreter, Value, misdivided, nbytes, restore, scan
 from fnet.transforms._lowered import lowered
 
 PINNED = frozenset(

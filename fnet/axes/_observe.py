@@ -7,8 +7,8 @@ import math
 
 import jax.numpy as jnp
 
+from fnet.axes._resize import Resizer, TiedProgram
 from fnet.jaxpr._equations import product
-from fnet.jaxpr._resize import Resizer, TiedProgram
 from fnet.jaxpr._tags import tag
 from fnet.jaxpr._values import Value
 

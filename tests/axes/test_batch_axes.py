@@ -6,7 +6,8 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
-from fnet.jaxpr import Description, Traits, batch_axes, describe
+from fnet.axes import batch_axes
+from fnet.jaxpr import Description, Traits, describe
 
 B = 16
 FOLLOWED = {

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fnet import _jax
-from fnet.jaxpr._atoms import Atoms
-from fnet.jaxpr._axes import Frame
+from fnet.axes._atoms import Atoms
+from fnet.axes._axes import Frame
 from fnet.jaxpr._calls import scan
 from fnet.jaxpr._equations import product
 from fnet.jaxpr._primitives import POINTWISE

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fnet import _jax
-from fnet.jaxpr._atoms import Atoms, Axis
-from fnet.jaxpr._axis_rules import RULES
+from fnet.axes._atoms import Atoms, Axis
+from fnet.axes._axis_rules import RULES
 from fnet.jaxpr._calls import CALLS, bodies, scan
 from fnet.jaxpr._equations import DOT, product
 from fnet.jaxpr._primitives import POINTWISE, description

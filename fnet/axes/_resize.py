@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet.jaxpr._atoms import Atoms, Axis
-from fnet.jaxpr._axes import Axes, Frame, tie_axes
+from fnet.axes._atoms import Atoms, Axis
+from fnet.axes._axes import Axes, Frame, tie_axes
+from fnet.axes._zero_axes import freeze_nonzero_sums
 from fnet.jaxpr._enter import ENTER
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._scopes import TOP
 from fnet.jaxpr._values import Value, arrays_of, bind, restore
-from fnet.jaxpr._zero_axes import freeze_nonzero_sums
 
 
 class TiedProgram:

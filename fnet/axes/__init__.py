@@ -1,0 +1,15 @@
+"""What each primitive does to each axis of its operands: which axes must have equal sizes, where
+the batch axis goes, and the evaluation of a program after indices of an axis were removed.
+
+- `TiedProgram`: a program that can be evaluated at reduced sizes of its axes.
+- `batch_axes`: the batch axes of an equation's outputs.
+- `observe`: a program that tags the activations along the axes that can be reduced.
+"""
+
+from fnet.axes._batch_axes import batch_axes, before
+from fnet.axes._observe import NAME as ACTIVATIONS
+from fnet.axes._observe import observe
+from fnet.axes._resize import TiedProgram
+from fnet.axes._resize import indices as remaining_indices
+
+__all__ = ["ACTIVATIONS", "TiedProgram", "batch_axes", "before", "observe", "remaining_indices"]
