@@ -24,8 +24,7 @@ import numpy as np
 import optax
 from absl import app, flags
 
-from fnet import compress, models
-from fnet import hardware as hw
+from fnet import compress, cost, models
 from fnet import layers as nn
 from fnet import training as tr
 
@@ -162,7 +161,7 @@ def compare(data, seed: int) -> dict[str, tuple]:
     steps, more = STEPS.value, STEPS.value // 4
     params, state = model.init(jax.random.key(seed), x)
     params, state = train(model, params, state, data, steps=steps, peak=5e-3, seed=seed)
-    whole, size = hw.count(model, params, x, state=state).flops, nn.count_parameters(params)
+    whole, size = cost.count(model, params, x, state=state).flops, nn.count_parameters(params)
     rows = {
         f"ResNet9, width {WIDTH.value}": (whole, size, None, accuracy(model, params, state, data))
     }
@@ -183,7 +182,7 @@ def compare(data, seed: int) -> dict[str, tuple]:
         small, *small.init(jax.random.key(seed), x), data, steps=steps + more, peak=5e-3, seed=seed
     )
     rows[f"ResNet9, width {WIDTH.value // 2}, not pruned"] = (
-        hw.count(small, params, x, state=state).flops,
+        cost.count(small, params, x, state=state).flops,
         nn.count_parameters(params),
         None,
         accuracy(small, params, state, data),

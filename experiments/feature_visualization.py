@@ -39,6 +39,7 @@ import numpy as np
 import optax
 from absl import flags
 
+from fnet import cost
 from fnet import hardware as hw
 from fnet import training as tr
 from fnet import transforms as ft
@@ -306,7 +307,7 @@ def features(network, config, site, path):
     draw(path, f"{site}: {len(images)} of {count} channels", images)
     flops, chip = flops_of(network, site, config.size), hw.detect()
     each = seconds / max(1, steps)
-    used = hw.mfu(flops, each, chip, "float32") if each else "one step alone was not timed"
+    used = cost.mfu(flops, each, chip, "float32") if each else "one step alone was not timed"
     print(
         f"{site} {list(value.shape[1:])}: {each * 1e3:.1f} ms a step and image of "
         f"{flops / 1e9:.2f} GFLOP, {used}; "
@@ -403,7 +404,7 @@ def flops_of(network, site, size):
     """Returns the FLOPs of one forward pass from the pixels of an image to the site, and of the
     backward pass. Only matrix products and convolutions are counted."""
     spec = jax.ShapeDtypeStruct((1, size, size, 3), np.float32)
-    counted = hw.count(network, network.weights, spec)
+    counted = cost.count(network, network.weights, spec)
     paths = list(counted.scopes)
     inside = [i for i, path in enumerate(paths) if path == site or path.startswith(site + "/")]
     last = max(inside, default=len(paths) - 1)

@@ -2,7 +2,7 @@
 
 A model is a function of a plain parameter tree (`fnet.layers`). `fnet.transforms` contains function
 transformations for models, such as the conversion to mixed precision. `fnet.hardware` describes
-chips and selects the dtypes that suit each chip. The packages `fnet.compress`, `fnet.export`,
+chips and selects the dtypes that suit each chip. The packages `fnet.compress`, `fnet.cost`, `fnet.export`,
 `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`, `fnet.search` and `fnet.training`
 are imported on first use.
 """
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from fnet import hardware, layers, transforms
 
 if TYPE_CHECKING:  # for editors
-    from fnet import compress, introspect, models, parallel, report, search, training
+    from fnet import compress, cost, introspect, models, parallel, report, search, training
 
 __version__ = "0.1.0"
 __all__ = [
     "compress",
+    "cost",
     "export",
     "hardware",
     "introspect",
@@ -29,7 +30,17 @@ __all__ = [
     "training",
     "transforms",
 ]
-_LAZY = ("compress", "export", "introspect", "models", "parallel", "report", "search", "training")
+_LAZY = (
+    "compress",
+    "cost",
+    "export",
+    "introspect",
+    "models",
+    "parallel",
+    "report",
+    "search",
+    "training",
+)
 
 
 def __getattr__(name):

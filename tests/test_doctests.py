@@ -25,6 +25,7 @@ IMPORTED = {
     "ft": fnet.transforms,
     "tr": fnet.training,
     "hw": fnet.hardware,
+    "cost": fnet.cost,
     "models": fnet.models,
     "parallel": fnet.parallel,
     "compress": fnet.compress,

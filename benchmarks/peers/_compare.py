@@ -217,11 +217,12 @@ def _rates(workload, mode, dtype, options, figures, started):
     if all(each["platform"] == "cpu" for each in started.values()):
         return rates
     from benchmarks.peers._flops import model_flops
+    from fnet import cost
     from fnet import hardware as hw
 
     flops, chip = model_flops(w, train=mode == "train"), hw.detect()
     shares = {
-        name: hw.mfu(flops, seconds, chip, "bfloat16" if dtype == "mixed" else "float32")
+        name: cost.mfu(flops, seconds, chip, "bfloat16" if dtype == "mixed" else "float32")
         for name, seconds in medians.items()
     }
     return {

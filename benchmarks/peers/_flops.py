@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.peers import _handwritten, _steps
-from fnet import hardware as hw
+from fnet import cost
 
 
 def model_flops(workload, *, train: bool) -> int:
@@ -22,9 +22,9 @@ def model_flops(workload, *, train: bool) -> int:
         workload, jnp.float32, params, stats, x, train
     )
     if not train:
-        return hw.count(
+        return cost.count(
             lambda params, stats, x: apply(params, stats, x, False)[0], params, stats, x
         ).model_flops
     tx = _steps.optimizer()
     state = params, stats, jax.eval_shape(tx.init, params)
-    return hw.count(_steps.training(apply, tx), state, x, y).model_flops
+    return cost.count(_steps.training(apply, tx), state, x, y).model_flops

@@ -13,6 +13,7 @@ PACKAGES = (
     "models",
     "models.pretrained",
     "hardware",
+    "cost",
     "introspect",
     "compress",
     "export",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import keystr, tree_map_with_path
 
+from fnet import cost
 from fnet import hardware as hw
 from fnet._util._text_table import aligned
 from fnet._util._timing import timings
@@ -22,7 +23,7 @@ from fnet._util._units import si
 from fnet.compress._formats import METHODS, Format, Int4, Int8
 from fnet.compress._products import Product, by_parameter, grouped, leaves_by_path, products
 from fnet.compress._quantize import Quantized, quantize, size
-from fnet.hardware._roofline import seconds_text
+from fnet.cost._roofline import seconds_text
 from fnet.jaxpr import is_implicit
 from fnet.transforms import use_implicit_arrays
 
@@ -265,7 +266,7 @@ def advise(
         }
         rows = table()
     else:
-        before = hw.roofline(f, params, *args, chip=chip, measure=False).total.seconds
+        before = cost.roofline(f, params, *args, chip=chip, measure=False).total.seconds
         before = None if any(_ORIGINAL not in row.seconds for row in rows) else before
     return Advice(chip, bool(measure), tuple(rows), named, before)
 

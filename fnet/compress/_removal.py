@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fnet import cost
 from fnet import hardware as hw
 from fnet.compress._groups import Call, Cut, Group, cuts
 from fnet.jaxpr import is_array, wraps
@@ -103,10 +104,10 @@ class Removal:
         return low
 
     def flops(self, kept: Mapping[int, np.ndarray]) -> int:
-        return hw.count(*self._program(kept)).flops
+        return cost.count(*self._program(kept)).flops
 
     def seconds(self, kept: Mapping[int, np.ndarray]) -> float:
-        found = hw.roofline(
+        found = cost.roofline(
             *self._program(kept), chip=self.chip, devices=1, measure=False
         ).total.seconds
         if found is None:
@@ -138,7 +139,7 @@ def _tile(call, group, chip) -> int:
     unit = 1
     for i, axis, position in group.members:
         sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
-        tile = hw.tile_size(chip, call.leaves[i].array.dtype)
+        tile = cost.tile_size(chip, call.leaves[i].array.dtype)
         unit = max(
             unit, tile // math.gcd(tile, math.prod(sizes[:position] + sizes[position + 1 :]))
         )

@@ -169,7 +169,7 @@ def shrink(
         fraction: the fraction of indices (such as channels) that `shrink` keeps in each group of
             axes, between 0 and 1. The number of indices to keep is rounded up to an integer.
         flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by
-            `hardware.count`. `shrink` removes as few indices (such as channels) as possible to
+            `cost.count`. `shrink` removes as few indices (such as channels) as possible to
             satisfy the limit `flops`. The fraction of the indices to keep is the same for all
             pruned axes, except for axes that have their own fraction in `keep`.
         seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from fnet import jaxpr
-from fnet.hardware import Cost
-from fnet.hardware._count import count_frame, fused_traffic
+from fnet.cost import Cost
+from fnet.cost._count import count_frame, fused_traffic
 from fnet.introspect._nest import Item, Mark, nest
 from fnet.introspect._phases import BACKWARD, FORWARD, UPDATE, phases
 from fnet.jaxpr import Frame, Op
@@ -37,7 +37,7 @@ class Node:
         parent: the node that contains this node, or None.
         children: the nodes inside this node, in the order of the program.
         cost: FLOPs and bytes of all runs of an operation, or of all operations inside the node.
-        seconds: the lower bound of the node's time (see `hardware.roofline`), or None if it is
+        seconds: the lower bound of the node's time (see `cost.roofline`), or None if it is
             unknown.
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
         kept_bytes: bytes of the activations that the node stores for the backward pass.

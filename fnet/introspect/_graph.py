@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from fnet import hardware as hw
 from fnet import jaxpr
-from fnet.hardware._roofline import compute_seconds
+from fnet.cost._roofline import compute_seconds
 from fnet.introspect import _draw, _graph_page
 from fnet.introspect._arrange import Arrangement, arrange
 from fnet.introspect._dot import dot
@@ -144,8 +144,8 @@ def graph(
         depth: the number of levels of scopes that are expanded in the initial view. Default: the
             largest number of levels for which at most 28 boxes are shown.
         color: the quantity that determines the color of a box: "flops" (default), "bytes" (after
-            fusion) or "time" (the roofline time, see `hardware.roofline`).
-        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default:
+            fusion) or "time" (the roofline time, see `cost.roofline`).
+        chip: the chip for which the roofline time is computed, as in `cost.roofline`. Default:
             this machine's chip.
         train: whether a layer is called with train=True. Default False.
         options: keyword arguments of f.

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
+from fnet import cost
 from fnet import hardware as hw
 from fnet._util._units import si
-from fnet.hardware import Bound, Cost
+from fnet.cost import Bound, Cost
 from fnet.introspect import _trace
 from fnet.introspect._hlo import PHASES, Operation
 from fnet.introspect._render import Table
@@ -30,7 +31,7 @@ class TimedRow:
         seconds: measured seconds of a step by phase: "forward", "backward", "recomputed",
             "optimizer", "other".
         cost: FLOPs and bytes, or None if they are unknown.
-        bound: the lower bound of the time in seconds on the chip (see `hardware.roofline`), or None
+        bound: the lower bound of the time in seconds on the chip (see `cost.roofline`), or None
             if it is unknown.
 
     >>> row = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2).total
@@ -204,7 +205,7 @@ def profile(
         step: a function that `jax.jit` can compile, or a compiled function. `step` is called with
             copies of the arguments, so it may donate them.
         args: the arguments of the step, arrays.
-        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default:
+        chip: the chip for which the roofline time is computed, as in `cost.roofline`. Default:
             the chip on which the arguments are stored.
         depth: the number of segments of a path to show. Default None: all segments.
         repeats: the number of measured calls. An additional first call, which compiles the step, is
@@ -255,7 +256,7 @@ def profile(
         recorded = _faster_half(_trace.read(folder))
     if trace is not None:
         recorded.save(trace)
-    bounds = hw.roofline(step, *args, chip=chip, measure=False, depth=None)
+    bounds = cost.roofline(step, *args, chip=chip, measure=False, depth=None)
     return of_trace(recorded, bounds.scopes, bounds.chip, depth=depth, notes=bounds.count.notes)
 
 

@@ -12,9 +12,10 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from fnet import cost
 from fnet import hardware as hw
 from fnet import transforms as ft
-from fnet.hardware import Cost
+from fnet.cost import Cost
 from fnet.introspect import _render
 from fnet.introspect._kept import Kept, kept_activations
 from fnet.layers import Layer
@@ -34,7 +35,7 @@ class Row:
             with respect to the parameters.
         kept: the activations that the scope stores for the backward pass. Arguments of the function
             do not count as kept activations.
-        share: the scope's fraction of the roofline time (see `hardware.roofline`) of a forward and
+        share: the scope's fraction of the roofline time (see `cost.roofline`) of a forward and
             backward pass, or None if the chip's peaks are unknown.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
@@ -137,7 +138,7 @@ def summary(
         depth: the maximum number of segments of the paths that are shown, or None (the default) for
             all paths. For example, with `depth=1`, the row "block" includes the figures of
             "block/dense", which has no row of its own.
-        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default:
+        chip: the chip for which the roofline time is computed, as in `cost.roofline`. Default:
             this machine's chip.
         train: whether a layer is called with train=True. Default False.
         compile: whether to compile the forward and backward pass for this machine, and to report
@@ -148,7 +149,7 @@ def summary(
         options: keyword arguments of f.
 
     Returns:
-        A `Summary`. FLOPs are exact (see `hardware.count`). The kept activations are the values
+        A `Summary`. FLOPs are exact (see `cost.count`). The kept activations are the values
         that `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the
         parameters. If f has no derivative with respect to the parameters, for example because f
         contains a while loop, `notes` states the reason, and the summary describes only the forward
@@ -158,7 +159,7 @@ def summary(
     34
     """
     run, params, inputs = as_function(f, args, train, options)
-    forward = hw.count(run, params, *inputs)
+    forward = cost.count(run, params, *inputs)
     missing: tuple[str, ...] = ()
     try:
         passes = _training(run)
@@ -263,7 +264,7 @@ def _training(run):
     return training
 
 
-def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
+def _cost(f, params, inputs, chip) -> tuple[cost.Count, hw.Chip, dict[str, float]]:
     """Returns a tuple: the `Count` (FLOPs and bytes of the function), the chip, and {scope:
     estimated seconds at the roofline}. The dictionary {scope: seconds} is empty if the times are
     unknown."""
@@ -271,8 +272,8 @@ def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]
     if any(
         jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())
     ):
-        return hw.count(f, params, *inputs), hw.detect(chip), {}
-    bounds = hw.roofline(f, params, *inputs, chip=chip, measure=False, depth=None)
+        return cost.count(f, params, *inputs), hw.detect(chip), {}
+    bounds = cost.roofline(f, params, *inputs, chip=chip, measure=False, depth=None)
     seconds = {row.scope: row.seconds for row in bounds.scopes}
     return bounds.count, bounds.chip, {} if None in seconds.values() else seconds
 

@@ -120,7 +120,7 @@ def unsupported() -> tuple[str, ...]:
 
     For the versions of JAX with which fnet is tested, no feature is missing, so the returned tuple
     is empty. If a version of JAX has renamed a primitive, fnet does not know the new name:
-    transforms leave the primitive unchanged, and `hardware.count` reports it as unknown.
+    transforms leave the primitive unchanged, and `cost.count` reports it as unknown.
     """
 
     for platform in ("cuda", "tpu"):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fnet.cost._count import Count
+from fnet.cost._roofline import compute_seconds
 from fnet.hardware import Chip
-from fnet.hardware._count import Count
-from fnet.hardware._roofline import compute_seconds
 from fnet.parallel._targets import Target
 
 

@@ -15,7 +15,7 @@ import jax
 
 from fnet import _jax
 from fnet.axes import batch_axes, before
-from fnet.hardware._count import Kept, heavy
+from fnet.cost._count import Kept, heavy
 from fnet.jaxpr import Frame, Scope, description, marks, nbytes, product, read, scan
 from fnet.parallel._ledger import Ledger, Transfer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from fnet._util._text_table import aligned
-from fnet.hardware._roofline import seconds_text
+from fnet.cost._roofline import seconds_text
 from fnet.parallel import _cost
 
 

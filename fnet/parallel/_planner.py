@@ -12,8 +12,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.hardware._count import Count, count_jaxpr
-from fnet.hardware._tiles import Stored, stored
+from fnet.cost._count import Count, count_jaxpr
+from fnet.cost._tiles import Stored, stored
 from fnet.parallel import _check, _compile, _cost, _explain, _mesh
 from fnet.parallel._estimate import Estimate, Split, estimate
 from fnet.parallel._pins import avoided

@@ -12,8 +12,9 @@ from fnet import hardware as hw
 from fnet import transforms as ft
 from fnet._util._text_table import aligned
 from fnet._util._units import si
-from fnet.hardware import Chip, Count
-from fnet.hardware._roofline import seconds_text
+from fnet.cost import Count
+from fnet.cost._roofline import seconds_text
+from fnet.hardware import Chip
 from fnet.parallel import _check, _cost, _mesh
 from fnet.parallel._planner import ROOM, Drafts, Traced
 from fnet.parallel._strategies import Strategy
@@ -39,7 +40,7 @@ class OnChips:
         name: the name of the chips that was passed to `compare`.
         target: the kind and the number of the chips.
         policy: the dtypes that `hardware.policy` selects for the chips, a `hardware.Policy`.
-        count: the FLOPs and bytes of the step, a `hardware.Count`.
+        count: the FLOPs and bytes of the step, a `cost.Count`.
         time: the times of a step at the chips' peak rates. `time.seconds` is a lower bound on the
             time of a step.
         peak: the estimated number of bytes that the step needs on each JAX device.

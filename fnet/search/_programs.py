@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fnet import hardware as hw
+from fnet.cost import count, roofline
 from fnet.search._space import Choice, Integer, LogUniform, Space
 
 
@@ -28,7 +28,7 @@ class Cost:
         None if the program was not compiled.
       seconds: the time in seconds, or None if it is unknown. If the program was run on this device,
         `seconds` is the median of the measured times. For another chip, `seconds` is an estimated
-        lower bound (see `hardware.roofline`).
+        lower bound (see `cost.roofline`).
       basis: how `seconds` is known, "measured" or "estimated".
 
     >>> print(search.Cost(2e6, 4e6, 0.005, "measured"))
@@ -63,10 +63,13 @@ def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
     >>> search.cost(lambda x: x @ x, jnp.ones((8, 8))).flops
     1024
     """
-    flops = hw.count(f, *args).flops
+    flops = count(f, *args).flops
     if chip != "auto":
         return Cost(
-            flops, None, hw.roofline(f, *args, chip=chip, measure=False).total.seconds, "estimated"
+            flops,
+            None,
+            roofline(f, *args, chip=chip, measure=False).total.seconds,
+            "estimated",
         )
     arrays = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, args
@@ -131,7 +134,7 @@ def feasible(
     found = []
     for point in points:
         f, args = program(point)
-        if flops is not None and hw.count(f, *args).flops > flops:
+        if flops is not None and count(f, *args).flops > flops:
             continue
         spent = cost(f, *args, chip=chip)
         within = (memory is None or spent.bytes is None or spent.bytes <= memory) and (

@@ -22,7 +22,7 @@ def name_scopes(module: Any) -> Any:
     the submodule `module.blocks[0].attention` is "blocks/0/attention", as in the module's state. If
     several attributes refer to the same submodule, its name is the path of the first of these
     attributes. All functions of fnet that use the paths of layers, such as `capture`, `autocast`
-    and `hardware.count`, work with the module that `name_scopes` returns.
+    and `cost.count`, work with the module that `name_scopes` returns.
 
     Args:
         module: a `flax.nnx.Module`. Equinox, Haiku and Flax Linen name their scopes themselves.

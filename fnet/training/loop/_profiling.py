@@ -98,6 +98,7 @@ class Profiling:
 
     def finish(self, advance: Callable, result: Any, at: int) -> None:
         """Stops the profiler, and writes the profile of the steps since `start` was called."""
+        from fnet import cost
         from fnet import hardware as hw
         from fnet.introspect import _profile, _trace
 
@@ -107,7 +108,7 @@ class Profiling:
         jax.profiler.stop_trace()
         self.begun, self.done = None, True
         leaves = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
-        bounds = hw.roofline(
+        bounds = cost.roofline(
             advance,
             *self.shapes,
             chip=hw.detect(min(leaves[0].devices(), key=lambda d: d.id)),

@@ -151,7 +151,7 @@ class Progress:
           values: a dict {name: value} of metrics.
           rate: the steps per second, or None if it is unknown.
           left: the estimated remaining time in seconds, or None if it is unknown.
-          mfu: a `hardware.MFU` (model FLOPs utilization), or None.
+          mfu: a `cost.MFU` (model FLOPs utilization), or None.
         """
         if mfu is not None and not self._explained:
             self._explained = True

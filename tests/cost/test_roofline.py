@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fnet import hardware as hw
+from fnet.cost._roofline import seconds_text
+from fnet.cost._tiles import stored_bytes
 from fnet.hardware._measure import _best
-from fnet.hardware._roofline import seconds_text
-from fnet.hardware._tiles import stored_bytes
 
 
 def spec(*shape, dtype="float32"):

@@ -14,11 +14,11 @@ import jax
 
 from fnet._util._text_table import aligned
 from fnet._util._units import si
+from fnet.cost._count import Cost, Count, count
+from fnet.cost._mfu import MFU, mfu
+from fnet.cost._tiles import Waste, rule, tile_waste
 from fnet.hardware._chip import Chip
-from fnet.hardware._count import Cost, Count, count
 from fnet.hardware._detect import detect
-from fnet.hardware._mfu import MFU, mfu
-from fnet.hardware._tiles import Waste, rule, tile_waste
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Bound:
         seconds: the maximum of `compute` and `memory`, or None if both are unknown.
 
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
-    >>> hw.roofline(jnp.matmul, x, x, chip="TPU v5 lite").scopes[0].bound
+    >>> cost.roofline(jnp.matmul, x, x, chip="TPU v5 lite").scopes[0].bound
     'compute'
     """
 
@@ -78,7 +78,7 @@ class Roofline:
         notes: the reasons why the figures are not exact.
 
     >>> x = jax.ShapeDtypeStruct((256, 256), "float32")
-    >>> hw.roofline(lambda x: x @ x, x, chip="TPU v5e").total.bound
+    >>> cost.roofline(lambda x: x @ x, x, chip="TPU v5e").total.bound
     'memory'
     """
 
@@ -144,7 +144,7 @@ def roofline(
     Source: Williams, Waterman and Patterson, Roofline, CACM 2009.
 
     >>> x = jax.ShapeDtypeStruct((256, 256), "float32")
-    >>> report = hw.roofline(lambda x: x @ x, x, chip="TPU v5e")
+    >>> report = cost.roofline(lambda x: x @ x, x, chip="TPU v5e")
     >>> "TPU v5e" in str(report)
     True
     """

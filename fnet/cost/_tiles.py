@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fnet.cost._count import Matmul
 from fnet.hardware._chip import Chip
-from fnet.hardware._count import Matmul
 
 RULES = {
     "tpu": "a TPU's matrix unit pads k and n to its side (128; 256 from v6e on) and m to 8 rows of 32 bits, 16 of "
@@ -40,8 +40,8 @@ class Waste(NamedTuple):
         wasted: the FLOPs that are spent on padding in all runs of the matrix product.
         times: the number of times that the matrix product is computed.
 
-    >>> count = hw.count(jnp.matmul, jnp.ones((512, 130)), jnp.ones((130, 512)))
-    >>> [round(waste.fill, 2) for waste in hw.tile_waste(count.matmuls, hw.chips["TPU v5e"])]
+    >>> count = cost.count(jnp.matmul, jnp.ones((512, 130)), jnp.ones((130, 512)))
+    >>> [round(waste.fill, 2) for waste in cost.tile_waste(count.matmuls, hw.chips["TPU v5e"])]
     [0.51]
     """
 
@@ -97,7 +97,7 @@ def tile_size(chip: Chip, dtype: Any) -> int:
         dtype: the dtype of the operands.
 
     >>> from fnet import hardware as hw
-    >>> hw.tile_size(hw.chips["TPU v5e"], "bfloat16")
+    >>> cost.tile_size(hw.chips["TPU v5e"], "bfloat16")
     128
     """
     if chip.kind == "tpu":
@@ -127,8 +127,8 @@ def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> 
         A `Waste` for each matrix product that fills less than the fraction `below` of its tiles, in
         descending order of wasted FLOPs.
 
-    >>> count = hw.count(lambda x: x @ x, jax.ShapeDtypeStruct((100, 100), "float32"))
-    >>> len(hw.tile_waste(count.matmuls, hw.chips["TPU v5e"]))
+    >>> count = cost.count(lambda x: x @ x, jax.ShapeDtypeStruct((100, 100), "float32"))
+    >>> len(cost.tile_waste(count.matmuls, hw.chips["TPU v5e"]))
     1
     """
     found: dict[tuple, Waste] = {}
@@ -199,7 +199,7 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
     of 128 to 1,024 elements. A TPU rounds the number of bytes of an array up to a multiple of 512
     (1,024 on TPU v2 and v3). Other chips do not pad.
 
-    Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/hardware/test_tiles.py).
+    Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/cost/test_tiles.py).
     """
     if chip.kind != "tpu":
         return math.prod(shape) * itemsize

@@ -21,7 +21,7 @@ class MFU:
         dtype: the dtype for which `peak` is the peak rate.
         basis: how the peak is known, such as "published" (see `Chip.bases`).
 
-    >>> print(hw.mfu(1e12, 0.01, hw.chips["TPU v5e"], "bfloat16"))
+    >>> print(cost.mfu(1e12, 0.01, hw.chips["TPU v5e"], "bfloat16"))
     MFU 50.8% of 197 TFLOP/s (bf16, published)
     """
 
@@ -73,7 +73,7 @@ def mfu(
     Source: Chowdhery et al., PaLM, appendix B, 2022.
 
     >>> from fnet import hardware as hw
-    >>> print(hw.mfu(1e14, 1.0, hw.chips["TPU v5e"], "bfloat16"))
+    >>> print(cost.mfu(1e14, 1.0, hw.chips["TPU v5e"], "bfloat16"))
     MFU 50.8% of 197 TFLOP/s (bf16, published)
     """
     if seconds_per_step <= 0 or devices < 1:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from fnet import hardware as hw
-from fnet.hardware._tiles import Stored, stored, stored_bytes
+from fnet.cost._tiles import Stored, stored, stored_bytes
 
 # Argument sizes of programs that libtpu 0.0.52 compiled: (dtype, shape) -> bytes on v5e, and on v3.
 SIZES = {

@@ -33,8 +33,8 @@ class Cost:
         fused_bytes: an estimate of the bytes of the memory traffic if elementwise operations are
             fused with their neighbors.
 
-    >>> cost = hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).total
-    >>> cost.matmul, cost.flops, cost.bytes                    # 2 * 8 * 16 * 4 FLOPs; float32 operands and result
+    >>> total = cost.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).total
+    >>> total.matmul, total.flops, total.bytes                  # 2 * 8 * 16 * 4 FLOPs; float32 operands and result
     (1024, 1024, 896)
     """
 
@@ -77,7 +77,7 @@ class Matmul(NamedTuple):
         times: the number of times that the matrix product is computed, for example in the
             iterations of a scan.
 
-    >>> hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).matmuls[0].shape    # batch, m, n, k
+    >>> cost.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).matmuls[0].shape    # batch, m, n, k
     (1, 8, 4, 16)
     """
 
@@ -104,7 +104,7 @@ class Count:
         notes: the reasons why the count is not exact; empty if it is exact.
 
     >>> x = jax.ShapeDtypeStruct((4, 4), "float32")
-    >>> hw.count(lambda x: x @ x, x).flops
+    >>> cost.count(lambda x: x @ x, x).flops
     128
     """
 
@@ -188,7 +188,7 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     >>> from fnet import hardware as hw
     >>> x = jax.ShapeDtypeStruct((8, 32), "float32")
     >>> w = jax.ShapeDtypeStruct((32, 64), "float32")
-    >>> hw.count(lambda x, w: x @ w, x, w).flops
+    >>> cost.count(lambda x, w: x @ w, x, w).flops
     32768
     """
     return count_jaxpr(Traced(f, args, kwargs).closed)
