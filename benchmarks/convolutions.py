@@ -21,7 +21,7 @@ from jax import lax
 
 from benchmarks._harness import header
 from fnet import transforms as ft
-from fnet.transforms._tune_library import YNNPACK
+from fnet.transforms._tune._library import YNNPACK
 
 ROUNDS = 7
 # (batch, height and width, input features, output features, window, stride, groups)

@@ -19,7 +19,7 @@ import sys
 from benchmarks._harness import header
 from benchmarks._live import PeerError
 from benchmarks.peers._compare import PACKAGES, compare, parser, tables
-from fnet.transforms._tune import RULES
+from fnet.transforms._tune._tune import RULES
 
 KERNELS = "convolution_kernels"
 

@@ -9,10 +9,9 @@
   the equations of a jaxpr at any depth, and `scan` returns the body and the options of a scan
   equation.
 - `rewrite`, `Interpreter`: evaluation of a jaxpr in which a rule can replace equations.
-- `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: evaluation of a program with parameters
-  that are computed from several arrays, such as quantized parameters.
-- `tag`, `find_sites`, `Inspector`: `tag` names a value of a program, `find_sites` finds all named
-  values, and `Inspector` captures or replaces named values.
+- `ImplicitArray`, `Convolution`: a parameter that is computed from several arrays, such as a
+  quantized one.
+- `tag`: names a value of a program.
 - `flatten`, `stable`: `flatten` rewrites a program so that it contains only a few primitives, and
   `stable` represents the rewritten program as plain data.
 - `read`: a jaxpr as a flat list of operations, in which calls are inlined.
@@ -56,11 +55,8 @@ from fnet.jaxpr._equations import (
     value_name,
 )
 from fnet.jaxpr._flatten import flatten, inlined
-from fnet.jaxpr._fold import Fold, Folder
 from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, implicit_dot, is_implicit, materialize
-from fnet.jaxpr._implicit_rules import ImplicitInterpreter, Use
-from fnet.jaxpr._inspect import Inspector
 from fnet.jaxpr._primitives import (
     POINTWISE,
     Description,
@@ -72,13 +68,10 @@ from fnet.jaxpr._primitives import (
     unsupported,
 )
 from fnet.jaxpr._producers import Producer, producers
-from fnet.jaxpr._replicated import may_differ
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import in_jaxpr as scopes_in
 from fnet.jaxpr._scopes import of_operation as scope_of_operation
-from fnet.jaxpr._sites import Level, Site
-from fnet.jaxpr._sites import find as find_sites
 from fnet.jaxpr._stable import Unsupported, stable
 from fnet.jaxpr._stable import size as stable_size
 from fnet.jaxpr._static_leaves import (
@@ -111,24 +104,17 @@ __all__ = [
     "Convolution",
     "Description",
     "Evaluator",
-    "Fold",
-    "Folder",
     "Frame",
     "ImplicitArray",
-    "ImplicitInterpreter",
     "Inside",
-    "Inspector",
     "Interpreter",
-    "Level",
     "Op",
     "Producer",
     "Scope",
-    "Site",
     "Structure",
     "Traced",
     "Traits",
     "Unsupported",
-    "Use",
     "Value",
     "alike_fields",
     "array_leaves",
@@ -143,7 +129,6 @@ __all__ = [
     "donated",
     "equations",
     "explicit",
-    "find_sites",
     "flatten",
     "has_shardings",
     "implicit_dot",
@@ -156,7 +141,6 @@ __all__ = [
     "lookup_mode",
     "marks",
     "materialize",
-    "may_differ",
     "misdivided",
     "mutable",
     "nbytes",

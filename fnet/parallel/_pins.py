@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from fnet import jaxpr
 from fnet.axes import batch_axes, before
 from fnet.jaxpr import DOT, Interpreter, Value, misdivided, nbytes, restore, scan
-from fnet.transforms._lowered import lowered
+from fnet.transforms._autocast._lowered import lowered
 
 PINNED = frozenset(
     ("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward")

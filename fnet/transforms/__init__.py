@@ -19,23 +19,30 @@ from jax import (
 )
 
 from fnet.jaxpr import rewrite, tag
-from fnet.transforms._autocast import autocast, full_precision
-from fnet.transforms._capture import SiteInfo, Sites, capture, capture_cotangents, intervene, sites
-from fnet.transforms._derivatives import hvp, per_example
-from fnet.transforms._explain import explain
-from fnet.transforms._fold import fold
-from fnet.transforms._implicit import use_implicit_arrays
-from fnet.transforms._loss_scale import (
+from fnet.transforms._autocast._autocast import autocast, full_precision
+from fnet.transforms._autocast._loss_scale import (
     LossScaleState,
     loss_scale,
     loss_scale_state,
     scaled_value_and_grad,
 )
+from fnet.transforms._capture._capture import (
+    SiteInfo,
+    Sites,
+    capture,
+    capture_cotangents,
+    intervene,
+    sites,
+)
+from fnet.transforms._capture._name_scopes import name_scopes
+from fnet.transforms._derivatives import hvp, per_example
+from fnet.transforms._explain import explain
+from fnet.transforms._fold import fold
+from fnet.transforms._implicit import use_implicit_arrays
 from fnet.transforms._microbatch import microbatch
-from fnet.transforms._name_scopes import name_scopes
 from fnet.transforms._pmap import pmap, replicate, shard, unreplicate
 from fnet.transforms._rematerialize import rematerialize
-from fnet.transforms._tune import tune
+from fnet.transforms._tune._tune import tune
 
 __all__ = [
     "LossScaleState",

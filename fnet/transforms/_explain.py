@@ -12,11 +12,11 @@ from typing import Any
 from fnet._util._text_table import aligned
 from fnet.hardware import Chip, Policy
 from fnet.jaxpr import unsupported
-from fnet.transforms._autocast import Row, _Autocast
+from fnet.transforms._autocast._autocast import Row, _Autocast
 from fnet.transforms._implicit import Uses, uses
-from fnet.transforms._tune_cpu import Rule
-from fnet.transforms._tune_measure import Measured
-from fnet.transforms._tuner import Fired, Tuner
+from fnet.transforms._tune._cpu import Rule
+from fnet.transforms._tune._measure import Measured
+from fnet.transforms._tune._tuner import Fired, Tuner
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from fnet import jaxpr
-from fnet.jaxpr import Folder, Structure, Traced, check_function
-from fnet.transforms._tune import tune
+from fnet.jaxpr import Structure, Traced, check_function
+from fnet.transforms._folding import Fold, Folder
+from fnet.transforms._tune._tune import tune
 
 
 class Folded:
@@ -71,7 +72,7 @@ class Folds:
             `folded` (the primitives of the operations that were merged into it).
     """
 
-    rows: tuple[jaxpr.Fold, ...]
+    rows: tuple[Fold, ...]
 
     def __str__(self):
         width = max((len(row.path or "(no scope)") for row in self.rows), default=0)

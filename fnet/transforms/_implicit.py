@@ -10,7 +10,8 @@ import jax
 from jax.tree_util import keystr
 
 from fnet._util._text_table import aligned
-from fnet.jaxpr import ImplicitInterpreter, Traced, Use, array_leaves, is_implicit, wraps
+from fnet.jaxpr import Traced, array_leaves, is_implicit, wraps
+from fnet.transforms._implicit_rules import ImplicitInterpreter, Use
 
 
 def use_implicit_arrays(f: Callable) -> Callable:

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fnet.jaxpr import BLOCK, Site
+from fnet.jaxpr import BLOCK
+from fnet.transforms._capture._sites import Site
 
 _INDEX = re.compile(r"\[(-?\d+)\]")
 

@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.jaxpr import Compiled, check_function, may_differ, static
+from fnet.jaxpr import Compiled, check_function, static
+from fnet.transforms._replicated import may_differ
 
 
 def pmap(

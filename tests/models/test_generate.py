@@ -338,7 +338,7 @@ def test_a_token_is_decoded_by_a_tuned_step(name, platform, chip, rows, rule, co
     _generate._generate.clear_cache()
     tuned = []
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    monkeypatch.setattr("fnet.transforms._tune_accelerators.LARGE", 64)
+    monkeypatch.setattr("fnet.transforms._tune._accelerators.LARGE", 64)
     monkeypatch.setattr(
         ft, "tune", lambda f, tune=ft.tune: tuned.append(tune(f, chip)) or tuned[-1]
     )

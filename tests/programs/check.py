@@ -12,7 +12,7 @@ import jax
 
 from fnet import jaxpr
 from fnet import transforms as ft
-from fnet.transforms import _capture
+from fnet.transforms._capture import _capture, _inspect
 
 from .arguments import Arguments, is_array, others, stacked
 from .compare import Differs, largest, same_arguments, same_leaf, same_sharding, same_structure
@@ -52,7 +52,7 @@ def _identities(f):
         sites = [site for site in program.level.sites if not site.obstacle]
         changed = [site for site in sites if not site.differentiated and not site.custom]
         same = dict.fromkeys(changed, lambda leaves, indices: leaves)
-        return program.run(jaxpr.Inspector(program.level, sites, same))[0]
+        return program.run(_inspect.Inspector(program.level, sites, same))[0]
 
     return jaxpr.wraps(f)(g)
 

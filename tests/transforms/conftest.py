@@ -2,16 +2,16 @@
 
 import pytest
 
-from fnet.transforms import _tune_convolutions, _tune_cpu, _tune_library
+from fnet.transforms._tune import _convolutions, _cpu, _library
 
 
 @pytest.fixture
 def every_size(monkeypatch):
     """Rules of tune that exclude small arrays apply to arrays of any size."""
     for module, values in (
-        (_tune_cpu, {"LARGE": 2, "EXAMPLES": 1, "CHANNELS": 1}),
-        (_tune_convolutions, {"WORK": 0}),
-        (_tune_library, {"LARGE": 0, "SMALL": 0}),
+        (_cpu, {"LARGE": 2, "EXAMPLES": 1, "CHANNELS": 1}),
+        (_convolutions, {"WORK": 0}),
+        (_library, {"LARGE": 0, "SMALL": 0}),
     ):
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fnet import transforms as ft
-from fnet.transforms._lowered import as_matrices, lowered
+from fnet.transforms._autocast._lowered import as_matrices, lowered
 
 KEY = jax.random.key(0)
 CONV = dict(window_strides=(2, 2), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))

@@ -15,7 +15,7 @@ from tune_cases import EVERY, NAMES, STEPS, cnn, fired, mlp, near, normal, only
 
 from fnet import hardware as hw
 from fnet import transforms as ft
-from fnet.transforms import _tune, _tune_cpu, _tune_library
+from fnet.transforms._tune import _cpu, _library, _tune
 
 pytestmark = [
     pytest.mark.usefixtures("every_size"),
@@ -38,10 +38,10 @@ def test_numbers_stay(name):
 
 
 def test_every_rule_fires_somewhere(monkeypatch):
-    monkeypatch.setattr(_tune_library, "onednn", lambda: True)
-    monkeypatch.setattr(_tune_library, "LARGE", 0)
-    monkeypatch.setattr(_tune_library, "bfloat16_pays", lambda: True)
-    monkeypatch.setattr(_tune_cpu, "LARGE_LOW", 0)
+    monkeypatch.setattr(_library, "onednn", lambda: True)
+    monkeypatch.setattr(_library, "LARGE", 0)
+    monkeypatch.setattr(_library, "bfloat16_pays", lambda: True)
+    monkeypatch.setattr(_cpu, "LARGE_LOW", 0)
     made = [make() for make in (cnn, mlp)]
     made += [(ft.autocast(step, "bfloat16"), args) for step, args in made]
     made += [(lambda x: x @ x, (jnp.ones((4, 4), jnp.bfloat16),))]
@@ -206,7 +206,7 @@ def test_other_dtypes_are_left_alone():
 
 
 def test_small_arrays_are_left_alone(monkeypatch):
-    monkeypatch.setattr(_tune_cpu, "LARGE", 1 << 19)
+    monkeypatch.setattr(_cpu, "LARGE", 1 << 19)
     step, args = mlp()
     assert fired(step, *args) == set()
 
@@ -230,12 +230,12 @@ def test_rules_are_switched_off_by_name_and_by_version(monkeypatch):
     step, args = cnn()
     assert "max_pool" not in fired(step, *args, rules={"max_pool": False})
     old = tuple(
-        rule._replace(below="0.1") if rule.name == "max_pool" else rule for rule in _tune_cpu.RULES
+        rule._replace(below="0.1") if rule.name == "max_pool" else rule for rule in _cpu.RULES
     )
     monkeypatch.setitem(_tune.RULES, "cpu", old)
     assert "max_pool" not in fired(step, *args)
     assert "max_pool" in fired(step, *args, rules={"max_pool": True})
-    new = tuple(rule._replace(below="99.0") for rule in _tune_cpu.RULES)
+    new = tuple(rule._replace(below="99.0") for rule in _cpu.RULES)
     monkeypatch.setitem(_tune.RULES, "cpu", new)
     assert "max_pool" in fired(step, *args)
 

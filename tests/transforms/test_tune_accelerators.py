@@ -12,7 +12,7 @@ from fnet import layers as nn
 from fnet import models
 from fnet import transforms as ft
 from fnet.jaxpr import equations
-from fnet.transforms import _tune_accelerators as rules
+from fnet.transforms._tune import _accelerators as rules
 
 RANDOM = np.random.default_rng(0)
 WEIGHTS = jnp.asarray(RANDOM.normal(size=(3, 8, 8)) * 0.3, jnp.float32)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fnet import transforms as ft
-from fnet.transforms import _tune_cpu
-from fnet.transforms import _tune_library as library
+from fnet.transforms._tune import _cpu
+from fnet.transforms._tune import _library as library
 
 B = jnp.bfloat16
 
@@ -16,7 +16,7 @@ B = jnp.bfloat16
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
     monkeypatch.setattr(library, "bfloat16_pays", lambda: True)
-    monkeypatch.setattr(_tune_cpu, "LARGE_LOW", 0)
+    monkeypatch.setattr(_cpu, "LARGE_LOW", 0)
 
 
 def normal(seed, *shape):
@@ -129,9 +129,9 @@ def test_where_it_does_not_apply(monkeypatch):
     f = lambda x, y: x.T @ y
     assert not fired(f, x, y, rules={"bfloat16_products": False})
     assert not fired(f, x.astype(jnp.float16), y.astype(jnp.float16))
-    monkeypatch.setattr(_tune_cpu, "LARGE_LOW", 65)
+    monkeypatch.setattr(_cpu, "LARGE_LOW", 65)
     assert not fired(f, x, y)
-    monkeypatch.setattr(_tune_cpu, "LARGE_LOW", 64)
+    monkeypatch.setattr(_cpu, "LARGE_LOW", 64)
     assert fired(f, x, y)
     monkeypatch.setattr(library, "bfloat16_pays", lambda: False)
     assert not fired(f, x, y)

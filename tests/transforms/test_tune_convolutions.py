@@ -10,7 +10,7 @@ from jax import lax
 
 from fnet import layers as nn
 from fnet import transforms as ft
-from fnet.transforms import _tune_library
+from fnet.transforms._tune import _library
 
 RNG = np.random.default_rng(0)
 
@@ -227,7 +227,7 @@ def test_inputs_with_zeros(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SMALL)
 def test_windows_larger_than_the_input(case, dtype, every_size, monkeypatch):
-    monkeypatch.setattr(_tune_library, "onednn", lambda: False)
+    monkeypatch.setattr(_library, "onednn", lambda: False)
     (f, x, w), count = SMALL[case]
     x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
     both = lambda x, w: outputs(f, x, w)

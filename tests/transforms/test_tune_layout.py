@@ -9,7 +9,7 @@ from jax import lax
 
 from fnet import transforms as ft
 from fnet.jaxpr import Value, bodies
-from fnet.transforms import _tune_layout
+from fnet.transforms._tune import _layout
 
 pytestmark = pytest.mark.usefixtures("every_size")
 
@@ -137,12 +137,12 @@ def test_what_follows_a_transposed_product():
 
 def test_two_transposes_are_none():
     y = normal(1, 2, 3, 4)
-    there = _tune_layout.transposed(y, (2, 0, 1))
+    there = _layout.transposed(y, (2, 0, 1))
     assert there.x.shape == (4, 2, 3) and there.note == (2, 0, 1)
     back = jax.make_jaxpr(lambda x: x.transpose(1, 2, 0))(there.x).jaxpr.eqns[0]
-    (value,) = _tune_layout.followed(back, [there])
+    (value,) = _layout.followed(back, [there])
     assert value.note is None
     np.testing.assert_array_equal(value.x, y)
     slice_of_a_loop = Value(y[0], (2, 0, 1))
     turned = jax.make_jaxpr(jnp.transpose)(y[0]).jaxpr.eqns[0]
-    assert _tune_layout.followed(turned, [slice_of_a_loop]) is None
+    assert _layout.followed(turned, [slice_of_a_loop]) is None

@@ -14,8 +14,8 @@ from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.hardware._onednn import ONEDNN
 from fnet.jaxpr import Value
-from fnet.transforms import _tune_library as library
-from fnet.transforms._tune_convolutions import kernel_layout
+from fnet.transforms._tune import _library as library
+from fnet.transforms._tune._convolutions import kernel_layout
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 

@@ -10,7 +10,7 @@ import pytest
 
 from fnet import training as tr
 from fnet import transforms as ft
-from fnet.transforms import _tune_measure
+from fnet.transforms._tune import _measure
 
 X = np.random.default_rng(0).normal(size=(2, 8, 8, 1)).astype(np.float32)
 W = {"w": np.random.default_rng(1).normal(size=(3, 3, 1, 4)).astype(np.float32)}
@@ -49,7 +49,7 @@ def taken(monkeypatch, folder):
         taken.calls = [*taken.calls, sorted(programs)]
         return {name: [taken.get(name, 1.0)] * 3 for name in programs}
 
-    monkeypatch.setattr(_tune_measure, "_times", times)
+    monkeypatch.setattr(_measure, "_times", times)
     return taken
 
 
@@ -169,7 +169,7 @@ def test_what_is_not_measured(taken, function, arguments, reason):
 
 
 def test_large_arguments_are_not_copied(taken, monkeypatch):
-    monkeypatch.setattr(_tune_measure, "_MEMORY", 1e-12)
+    monkeypatch.setattr(_measure, "_MEMORY", 1e-12)
     measured, rows = selected()
     assert "too much memory" in str(measured) and ALL <= rows and not taken.calls
 

@@ -8,7 +8,7 @@ from jax import lax
 from tune_cases import EVERY, NAMES, STEPS, fired, normal, only
 
 from fnet import transforms as ft
-from fnet.transforms import _tune_library
+from fnet.transforms._tune import _library
 
 pytestmark = [
     pytest.mark.usefixtures("every_size"),
@@ -106,7 +106,7 @@ def test_nan_and_inf_stay_where_they_were(name, bad):
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("rule", [name for name in NAMES if name not in ELSEWHERE])
 def test_one_bad_number_spreads_no_further(rule, monkeypatch):
-    monkeypatch.setattr(_tune_library, "onednn", lambda: rule == "kernel_layout")
+    monkeypatch.setattr(_library, "onednn", lambda: rule == "kernel_layout")
     x, w, g = normal(1, 2, 8, 8, 4), normal(2, 3, 3, 4, 6), normal(3, 2, 8, 8, 6)
     conv = lambda x, w, layout="HWIO": lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", layout, "NHWC")

@@ -9,9 +9,9 @@ import optax
 
 from fnet import layers as nn
 from fnet import transforms as ft
-from fnet.transforms import _tune_cpu
+from fnet.transforms._tune import _cpu
 
-NAMES = [rule.name for rule in _tune_cpu.RULES]
+NAMES = [rule.name for rule in _cpu.RULES]
 EVERY = dict.fromkeys(NAMES, True)  # on whatever XLA is installed
 
 

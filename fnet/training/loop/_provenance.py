@@ -11,7 +11,7 @@ import jax
 import jaxlib
 
 from fnet import hardware as hw
-from fnet.transforms._tune import RULES
+from fnet.transforms._tune._tune import RULES
 
 
 def facts(state: Any) -> dict[str, Any]:

@@ -16,7 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax
-from fnet.jaxpr import Inspector, Site, Traced, find_sites, tagging, wraps
+from fnet.jaxpr import Traced, tagging, wraps
+from fnet.transforms._capture._inspect import Inspector
+from fnet.transforms._capture._sites import Site
+from fnet.transforms._capture._sites import find as find_sites
 from fnet.transforms._patterns import Match, matches
 
 

@@ -21,16 +21,16 @@ from jax import lax
 
 from fnet import jaxpr
 from fnet.hardware._onednn import ONEDNN
-from fnet.transforms import _tune_library as library
-from fnet.transforms._lowered import as_matrices
-from fnet.transforms._tune_convolutions import (
+from fnet.transforms._autocast._lowered import as_matrices
+from fnet.transforms._tune import _library as library
+from fnet.transforms._tune._convolutions import (
     depthwise_convolution,
     dilated_input,
     grouped_convolution,
     kernel_layout,
     small_input,
 )
-from fnet.transforms._tune_layout import transposed
+from fnet.transforms._tune._layout import transposed
 
 F32 = jnp.dtype("float32")
 LARGE = 1 << 19  # minimum elements of a product's operand; for smaller ones, XLA is equally fast

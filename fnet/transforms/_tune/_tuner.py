@@ -8,8 +8,8 @@ import numpy as np
 
 from fnet import jaxpr
 from fnet.jaxpr import Interpreter, Value, plain, restore
-from fnet.transforms import _tune_cpu
-from fnet.transforms._tune_layout import followed
+from fnet.transforms._tune import _cpu
+from fnet.transforms._tune._layout import followed
 
 
 class Fired(NamedTuple):
@@ -25,7 +25,7 @@ class Fired(NamedTuple):
 class Tuner(Interpreter):
     """Evaluates the equations of a jaxpr, and applies the rewrite rules of tune to them. The
     attribute `note` of a value is True if the value can be read without a computation: a function
-    argument, a view of an argument, or a broadcast scalar (see `_tune_cpu`). The attribute `note`
+    argument, a view of an argument, or a broadcast scalar (see `_cpu`). The attribute `note`
     is a tuple if the value is a transposed array (see `_tune_layout`). For any other value, `note`
     is None."""
 
@@ -97,7 +97,7 @@ class Tuner(Interpreter):
             for rule in prepared:
                 outputs = rule.finish(eqn, outputs) if rule.finish else outputs
             return outputs
-        if eqn.primitive.name in _tune_cpu.VIEWS and (
+        if eqn.primitive.name in _cpu.VIEWS and (
             inputs[0].note is True or np.ndim(inputs[0].x) == 0
         ):
             return [Value(y.x, True) for y in plain(eqn, inputs)]

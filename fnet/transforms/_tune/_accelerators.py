@@ -19,7 +19,7 @@ from jax import lax
 
 from fnet import _jax, jaxpr
 from fnet.jaxpr import Value
-from fnet.transforms._tune_cpu import Rule
+from fnet.transforms._tune._cpu import Rule
 
 UNROLLED = 1 << 13  # maximum equations of an unrolled loop: 48 layers of a transformer
 LARGE = 1 << 16  # minimum elements of an array that is cast or copied before a loop

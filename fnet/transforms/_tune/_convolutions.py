@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import jaxpr
-from fnet.transforms import _tune_library as library
+from fnet.transforms._tune import _library as library
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 _TAPS = 64  # maximum size of a depthwise convolution's window; each position becomes an operation

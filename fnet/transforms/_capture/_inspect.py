@@ -15,9 +15,9 @@ from fnet.jaxpr._calls import bodies, scan
 from fnet.jaxpr._enter import ENTER, inline
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._scopes import TOP
-from fnet.jaxpr._sites import Level, Site
 from fnet.jaxpr._tags import tag_of, tag_p, tagging
 from fnet.jaxpr._values import Value, arrays_of, as_array, bind
+from fnet.transforms._capture._sites import Level, Site
 
 
 class Inspector(Interpreter):

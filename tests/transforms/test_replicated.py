@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from fnet.jaxpr import may_differ
+from fnet.transforms._replicated import may_differ
 
 
 def outputs(f, *differs, axis="i"):

@@ -21,10 +21,10 @@ from fnet.jaxpr import (
     unboxed,
     wraps,
 )
-from fnet.transforms import _tune_accelerators, _tune_cpu
-from fnet.transforms._tune_cpu import Rule
-from fnet.transforms._tune_measure import Measured, measure
-from fnet.transforms._tuner import Tuner
+from fnet.transforms._tune import _accelerators, _cpu
+from fnet.transforms._tune._cpu import Rule
+from fnet.transforms._tune._measure import Measured, measure
+from fnet.transforms._tune._tuner import Tuner
 
 _NOT_TRACED = (
     jax.errors.ConcretizationTypeError,
@@ -33,9 +33,9 @@ _NOT_TRACED = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 RULES = {
-    "cpu": _tune_cpu.RULES,
-    "gpu": _tune_accelerators.GPU_RULES,
-    "tpu": _tune_accelerators.TPU_RULES,
+    "cpu": _cpu.RULES,
+    "gpu": _accelerators.GPU_RULES,
+    "tpu": _accelerators.TPU_RULES,
 }
 
 

@@ -21,7 +21,8 @@ from jax import lax
 from fnet import _jax, hardware, jaxpr
 from fnet.hardware import Policy
 from fnet.jaxpr import Interpreter, Value, bind, description, plain, traits, wraps
-from fnet.transforms._autocast_notes import (
+from fnet.transforms._autocast._lowered import Saveable, lowered
+from fnet.transforms._autocast._notes import (
     BRANCH,
     PRODUCT,
     VECTOR,
@@ -31,7 +32,6 @@ from fnet.transforms._autocast_notes import (
     fits,
     sums_examples,
 )
-from fnet.transforms._lowered import Saveable, lowered
 from fnet.transforms._patterns import compiled
 
 F32 = np.dtype("float32")
