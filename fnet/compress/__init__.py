@@ -26,7 +26,7 @@ from fnet.compress._formats import NF4, Float8, Int4, Int8
 from fnet.compress._lora import LowRank, lora, merge
 from fnet.compress._masks import PruneState, prune
 from fnet.compress._quantize import Quantized, materialize, quantize, size
-from fnet.compress._shrink import ShrinkReport, Shrunk, shrink
+from fnet.compress._shrink._shrink import ShrinkReport, Shrunk, shrink
 from fnet.jaxpr import ImplicitArray
 
 __all__ = [

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.axes import ACTIVATIONS, observe
-from fnet.compress._groups import Call, Group
+from fnet.compress._shrink._groups import Call, Group
 from fnet.jaxpr import array_leaves, is_array
 from fnet.transforms import capture, sites
 

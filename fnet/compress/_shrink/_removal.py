@@ -12,7 +12,7 @@ import numpy as np
 
 from fnet import cost
 from fnet import hardware as hw
-from fnet.compress._groups import Call, Cut, Group, cuts
+from fnet.compress._shrink._groups import Call, Cut, Group, cuts
 from fnet.jaxpr import is_array, wraps
 
 _STEPS = 8  # iterations of the bisection: the fraction is found to 1 / 256

@@ -12,11 +12,11 @@ import numpy as np
 
 from fnet import hardware as hw
 from fnet._util._text_table import aligned
-from fnet.compress._groups import Call, apply_cuts, cuts, groups
-from fnet.compress._removal import Removal, shrunk_function
 from fnet.compress._rules import matching
-from fnet.compress._scores import METHODS, scores
-from fnet.compress._smaller_model import smaller_model
+from fnet.compress._shrink._groups import Call, apply_cuts, cuts, groups
+from fnet.compress._shrink._removal import Removal, shrunk_function
+from fnet.compress._shrink._scores import METHODS, scores
+from fnet.compress._shrink._smaller_model import smaller_model
 from fnet.jaxpr import is_array, is_implicit
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fnet.compress._groups import Cut
+from fnet.compress._shrink._groups import Cut
 from fnet.jaxpr import flatten
 
 _MOST = 512  # combinations of fields that are tried

@@ -1,0 +1,1 @@
+"""`shrink`: removes channels, heads and hidden units from any program."""
