@@ -12,7 +12,7 @@
 
 from fnet.introspect._compare import Comparison, Difference, compare
 from fnet.introspect._gradients import GradientCheck, Slope, check_gradient
-from fnet.introspect._graph import Graph, graph
+from fnet.introspect._graph._graph import Graph, graph
 from fnet.introspect._profile import Profile, TimedRow, profile
 from fnet.introspect._statistics import Statistic, Statistics, statistics
 from fnet.introspect._summary import Row, Summary, summary

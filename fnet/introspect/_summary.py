@@ -17,7 +17,7 @@ from fnet import hardware as hw
 from fnet import transforms as ft
 from fnet.cost import Cost
 from fnet.introspect import _render
-from fnet.introspect._kept import Kept, kept_activations
+from fnet.introspect._graph._kept import Kept, kept_activations
 from fnet.layers import Layer
 
 

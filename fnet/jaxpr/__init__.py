@@ -67,7 +67,6 @@ from fnet.jaxpr._primitives import (
     traits,
     unsupported,
 )
-from fnet.jaxpr._producers import Producer, producers
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import in_jaxpr as scopes_in
@@ -109,7 +108,6 @@ __all__ = [
     "Inside",
     "Interpreter",
     "Op",
-    "Producer",
     "Scope",
     "Structure",
     "Traced",
@@ -150,7 +148,6 @@ __all__ = [
     "permutation",
     "plain",
     "pooling_window",
-    "producers",
     "product",
     "random_bits",
     "read",

@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from fnet import hardware as hw
 from fnet import introspect, models
 from fnet import layers as nn
-from fnet.introspect._arrange import count_crossings, neighbors
+from fnet.introspect._graph._arrange import count_crossings, neighbors
 
 CHIP = "TPU v5e"
 BLOCK = nn.Sequential(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from fnet.introspect._flow import Flow, Node, Value
+from fnet.introspect._graph._flow import Flow, Node, Value
 
 _PORTS = 16  # if more values enter or leave a scope, they share one line
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet import jaxpr
+from fnet.introspect._graph._producers import producers
 from fnet.jaxpr import Scope
 
 
@@ -44,7 +45,7 @@ def kept_activations(f: Callable, params: Any, *inputs: Any) -> list[Kept]:
     program = jaxpr.Traced(
         lambda params, *inputs: jax.tree.leaves(linear(params, *inputs)), (params, *inputs), {}
     ).closed.jaxpr
-    makers = jaxpr.producers(program, Scope())
+    makers = producers(program, Scope())
     found = {}
     for v in program.outvars:
         made = makers(v)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from fnet.introspect._arrange import Arrangement, neighbors, route
-from fnet.introspect._flow import Node, Value
-from fnet.introspect._place import LIGHT, SIZES, STEPS, Placed, box, place, short
+from fnet.introspect._graph._arrange import Arrangement, neighbors, route
+from fnet.introspect._graph._flow import Node, Value
+from fnet.introspect._graph._place import LIGHT, SIZES, STEPS, Placed, box, place, short
 
 _STYLE = """text{font:13px system-ui,sans-serif;fill:#1a2330}.l{font-size:11px;fill:#52606f}.b{font-weight:600}
 .e{fill:none;stroke:#8593a3;stroke-width:1.3}.p{stroke-dasharray:5 4}.n{stroke:#8593a3}.g{fill:#fff;stroke:#b6c0cb}

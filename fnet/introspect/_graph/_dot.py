@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from fnet.introspect._arrange import chain
-from fnet.introspect._flow import Flow, Node
-from fnet.introspect._place import LIGHT, STEPS
+from fnet.introspect._graph._arrange import chain
+from fnet.introspect._graph._flow import Flow, Node
+from fnet.introspect._graph._place import LIGHT, STEPS
 
 
 def dot(

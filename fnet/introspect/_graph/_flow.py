@@ -12,8 +12,8 @@ import jax
 from fnet import jaxpr
 from fnet.cost import Cost
 from fnet.cost._count import count_frame, fused_traffic
-from fnet.introspect._nest import Item, Mark, nest
-from fnet.introspect._phases import BACKWARD, FORWARD, UPDATE, phases
+from fnet.introspect._graph._nest import Item, Mark, nest
+from fnet.introspect._graph._phases import BACKWARD, FORWARD, UPDATE, phases
 from fnet.jaxpr import Frame, Op
 
 _LOOPS = {"scan": "scan", "while": "while", "cond": "cond", "shard_map": "shard_map"}

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from fnet import hardware as hw
 from fnet import jaxpr
 from fnet.cost._roofline import compute_seconds
-from fnet.introspect import _draw, _graph_page
-from fnet.introspect._arrange import Arrangement, arrange
-from fnet.introspect._dot import dot
-from fnet.introspect._flow import Flow, Node, Value, argument_names, path_text, read_flow
-from fnet.introspect._kept import kept_activations
+from fnet.introspect._graph import _draw, _page
+from fnet.introspect._graph._arrange import Arrangement, arrange
+from fnet.introspect._graph._dot import dot
+from fnet.introspect._graph._flow import Flow, Node, Value, argument_names, path_text, read_flow
+from fnet.introspect._graph._kept import kept_activations
 from fnet.introspect._summary import as_function
 from fnet.layers import Layer
 
@@ -66,7 +66,7 @@ class Graph:
     def html(self) -> str:
         """Returns an HTML page with all scopes; the outer scopes are expanded. The HTML page loads
         no other files."""
-        return _graph_page.page(
+        return _page.page(
             self, self._expanded(), self._made, self._values, self._color, self._title
         )
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from fnet.introspect._arrange import Arrangement, neighbors
-from fnet.introspect._flow import Node
+from fnet.introspect._graph._arrange import Arrangement, neighbors
+from fnet.introspect._graph._flow import Node
 
 SIZES = {
     "across": 24,

@@ -8,9 +8,9 @@ from typing import Any
 
 from fnet._util import _page
 from fnet._util._units import si
-from fnet.introspect._arrange import Arrangement
-from fnet.introspect._flow import Node, Value
-from fnet.introspect._place import SIZES, STEPS, box, short
+from fnet.introspect._graph._arrange import Arrangement
+from fnet.introspect._graph._flow import Node, Value
+from fnet.introspect._graph._place import SIZES, STEPS, box, short
 
 
 def page(
@@ -38,7 +38,7 @@ def page(
         for key, text in metrics
     )
     body = _page.fill(
-        "fnet.introspect/graph.html",
+        "fnet.introspect._graph/graph.html",
         title=escape(title),
         table=_table(drawn),
         metrics=buttons,
@@ -47,8 +47,8 @@ def page(
     return _page.page(
         f"{title}: graph",
         body,
-        style="fnet._util/page.css fnet.introspect/graph.css",
-        script="fnet.introspect/layout.js fnet.introspect/graph.js",
+        style="fnet._util/page.css fnet.introspect._graph/graph.css",
+        script="fnet.introspect._graph/layout.js fnet.introspect._graph/graph.js",
         data=_data(drawn, expanded, made, values, color if color in dict(metrics) else "flops"),
     )
 
@@ -63,7 +63,7 @@ class _Strings(dict):
 
 
 def _data(drawn, expanded, made, values, color) -> dict:
-    from fnet.introspect._graph import second_line
+    from fnet.introspect._graph._graph import second_line
 
     strings = _Strings()
     number = lambda value: (
