@@ -7,7 +7,7 @@ import pytest
 
 import fnet
 
-UNTYPED = "fnet.export._loaded"  # a part of every bundle
+UNTYPED = "fnet.export.standalone._loaded"  # a part of every bundle
 
 
 def functions(package):

@@ -7,13 +7,13 @@ logits = export.load("digits.fnet")(x)
 
 from fnet.export import serve
 from fnet.export._generation import generation
-from fnet.export._loaded import Bundle, load
 from fnet.export._program import Program, program
-from fnet.export._reader import BundleError
 from fnet.export._rebuild import renew
 from fnet.export._record import read_record, record
 from fnet.export._spec import Spec, spec, spec_of
 from fnet.export._web import web
+from fnet.export.standalone._loaded import Bundle, load
+from fnet.export.standalone._reader import BundleError
 
 __all__ = [
     "Bundle",

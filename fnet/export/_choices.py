@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from fnet.export._signature import satisfied
+from fnet.export.standalone._signature import satisfied
 
 # Different sizes for different variables, so that confused axes are seen. The second choice has one
 # example, the most frequent batch, and other lengths.

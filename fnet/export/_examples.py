@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from fnet.export import _signature, _sizes
 from fnet.export._choices import choices
 from fnet.export._tree import described_leaves, size_variables
+from fnet.export.standalone import _signature, _sizes
 
 ROUNDS = "usual", "extreme", "special"
 _PASSING = set(

@@ -17,8 +17,8 @@ from jax import export
 from fnet import _jax, jaxpr
 from fnet import layers as nn
 from fnet.export import _spec
-from fnet.export._signature import WIDE, converted
 from fnet.export._tree import described, described_leaves, named_leaves
+from fnet.export.standalone._signature import WIDE, converted
 
 PLATFORMS = "cpu", "cuda", "tpu"
 _EVALUATOR = jaxpr.Evaluator(lambda eqn, arrays: NotImplemented)  # changes nothing
@@ -215,7 +215,7 @@ class Program:
             UserWarning: only for inputs with NaN or Inf, the outputs differ. Or the model could not
                 be compared, because no small sizes satisfy the constraints.
         """
-        from fnet.export import _onnx
+        from fnet.export.onnx import _onnx
 
         _onnx.save(
             self, path, entry=entry, opset=opset, fused=fused, external=external, check=check
@@ -266,7 +266,7 @@ class Program:
                 and more than rounding explains (float16 and int8: by more than 1e-2 or 0.25 of the
                 largest element of the output), or an argument is not valid.
         """
-        from fnet.export import _litert
+        from fnet.export.litert import _litert
 
         _litert.save(self, path, entry=entry, sizes=sizes, dtype=dtype, check=check)
 

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from fnet.export import _loaded, _reader, _signature, _sizes, _write
+from fnet.export import _write
 from fnet.export._program import Entry, Program
+from fnet.export.standalone import _loaded, _reader, _signature, _sizes
 
 
 def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> None:

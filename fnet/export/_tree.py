@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from fnet.jaxpr import stable_size
+from fnet.export._stable import size as stable_size
 
 _FUNCTIONS = "floordiv", "mod", "max", "min"  # in expressions of sizes
 

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from fnet import _jax, jaxpr
-from fnet.export import (
-    _examples,
+from fnet.export import _examples, _stable
+from fnet.export._program import PLATFORMS
+from fnet.export.standalone import (
     _interpret,
     _loaded,
     _outputs,
@@ -30,7 +31,6 @@ from fnet.export import (
     _signature,
     _sizes,
 )
-from fnet.export._program import PLATFORMS
 
 WINDOW = datetime.timedelta(days=180)  # JAX guarantees six months
 _ALIGNMENT = 64  # of the weights in the file
@@ -81,8 +81,8 @@ def save(
         }
         stable = None
         try:
-            stable, constants = jaxpr.stable(entry.closed)
-        except jaxpr.Unsupported as error:
+            stable, constants = _stable.stable(entry.closed)
+        except _stable.Unsupported as error:
             description["not_stable"] = str(error)
         else:
             description["constants"] = [f"constants/{name}/{i}" for i in range(len(constants))]

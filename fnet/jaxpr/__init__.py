@@ -71,8 +71,6 @@ from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import in_jaxpr as scopes_in
 from fnet.jaxpr._scopes import of_operation as scope_of_operation
-from fnet.jaxpr._stable import Unsupported, stable
-from fnet.jaxpr._stable import size as stable_size
 from fnet.jaxpr._static_leaves import (
     Structure,
     alike_fields,
@@ -112,7 +110,6 @@ __all__ = [
     "Structure",
     "Traced",
     "Traits",
-    "Unsupported",
     "Value",
     "alike_fields",
     "array_leaves",
@@ -158,8 +155,6 @@ __all__ = [
     "scope_of_operation",
     "scopes_in",
     "selects_largest",
-    "stable",
-    "stable_size",
     "static",
     "statics",
     "tag",

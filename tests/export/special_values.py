@@ -40,8 +40,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fnet import export, jaxpr
-from fnet.export import _interpret, _rebuild
+from fnet import export
+from fnet.export import _rebuild, _stable
+from fnet.export.standalone import _interpret
 
 COLUMNS = (
     "ordinary",
@@ -1636,7 +1637,7 @@ def _described(traced):
     """Returns (the program in stable form as JSON, its constants and weights, in the order in which
     it reads them)."""
     entry = traced.entries["predict"]
-    stable, constants = jaxpr.stable(entry.closed)
+    stable, constants = _stable.stable(entry.closed)
     stable = json.loads(json.dumps(stable))
     return stable, constants, [np.asarray(traced.weights[name]) for name in entry.weights]
 

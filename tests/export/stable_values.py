@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from fnet import jaxpr
+from fnet.export import _stable
 
 FLOATS = "float32", "float16", "bfloat16", "float64"
 SIGNED = "int32", "int8", "int16", "int64"
@@ -960,7 +960,7 @@ def stable(key, more=None):
     """The stable form of a case, written as JSON and read again: (program, constants, arguments)."""
     f, args = {**CASES, **(more or {})}[key]
     closed = jax.make_jaxpr(lambda *args: jax.tree.leaves(f(*args)))(*args)
-    program, constants = jaxpr.stable(closed)
+    program, constants = _stable.stable(closed)
     return json.loads(json.dumps(program, allow_nan=False)), constants, args
 
 
@@ -998,7 +998,7 @@ def verdict(key, evaluate, *, exact=False):
     what"."""
     try:
         program, constants, args = stable(key)
-    except jaxpr.Unsupported as error:
+    except _stable.Unsupported as error:
         return f"refused: {error}"
     try:
         results = evaluate(program, constants, args)
@@ -1013,7 +1013,7 @@ def verdict(key, evaluate, *, exact=False):
 
 
 def by_numpy(program, constants, args):
-    from fnet.export import _interpret
+    from fnet.export.standalone import _interpret
 
     return _interpret.run(program, constants, args, {})
 

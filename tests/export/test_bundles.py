@@ -19,7 +19,8 @@ from zoo import CONTEXT, FEW, MODELS, UNSTACKED, VOCABULARY, build, inputs
 from fnet import export, models
 from fnet import layers as nn
 from fnet import transforms as ft
-from fnet.export import _reader, _write
+from fnet.export import _write
+from fnet.export.standalone import _reader
 
 pytestmark = pytest.mark.usefixtures("quickly")
 DIGITS = models.CNN(10, (4, 6), 1)

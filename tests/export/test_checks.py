@@ -9,13 +9,15 @@ from jax import lax
 
 from fnet import export
 from fnet import layers as nn
-from fnet.export import _examples, _interpret, _onnx_elementwise, _outputs, _rounding, _sizes
+from fnet.export import _examples
 from fnet.export._choices import choices
+from fnet.export.onnx import _elementwise
+from fnet.export.standalone import _interpret, _outputs, _rounding, _sizes
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.usefixtures("quickly")
-from fnet.export import _onnx  # noqa: E402
+from fnet.export.onnx import _onnx  # noqa: E402
 
 S = export.spec
 
@@ -160,9 +162,7 @@ FAULTS = {  # name: (the operation, its faulty conversion, a program that uses i
 
 
 def planted(monkeypatch, name, function):
-    table = (
-        _onnx_elementwise.ELEMENTWISE if name in _onnx_elementwise.ELEMENTWISE else _onnx._DIRECT
-    )
+    table = _elementwise.ELEMENTWISE if name in _elementwise.ELEMENTWISE else _onnx._DIRECT
     monkeypatch.setitem(table, name, function)
 
 
@@ -265,7 +265,7 @@ def test_a_legal_program(name, tmp_path):
 
 
 def drawn(example, kind, sizes):
-    ranges = _examples.Ranges(export._program.jaxpr.stable(example.entries["predict"].closed)[0])
+    ranges = _examples.Ranges(export._program._stable.stable(example.entries["predict"].closed)[0])
     return _examples.drawn(example.entries["predict"].inputs, sizes, ranges, kind)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from fnet import export
-from fnet.export import _reader, _write
+from fnet.export import _write
+from fnet.export.standalone import _reader
 
 DRAW = np.random.default_rng(0)
 

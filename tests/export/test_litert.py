@@ -20,7 +20,7 @@ from zoo import MODELS, build, inputs
 
 from fnet import compress, export, models
 from fnet import transforms as ft
-from fnet.export import _litert
+from fnet.export.litert import _litert
 
 pytestmark = [
     pytest.mark.usefixtures("quickly"),

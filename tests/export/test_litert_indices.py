@@ -7,7 +7,8 @@ import pytest
 import special_values
 
 from fnet import export
-from fnet.export import _litert_indices, _rebuild
+from fnet.export import _rebuild
+from fnet.export.litert import _indices
 
 INDEXING = "gather", "scatter", "dynamic_slice", "dynamic_update_slice"
 TABLE = [
@@ -44,7 +45,7 @@ def composed(program, column):
         stable,
         constants,
         special_values._sizes(program, inputs),
-        {**_rebuild.OPERATIONS, **_litert_indices.OPERATIONS},
+        {**_rebuild.OPERATIONS, **_indices.OPERATIONS},
     )
     f = jax.jit(lambda *inputs: run.body(stable, [*weights, *inputs]))
     return lambda *inputs: [np.asarray(y) for y in f(*inputs)]
@@ -94,9 +95,7 @@ def test_too_many_updates_are_refused():
         v=export.spec("5000"),
     )
     stable, constants, weights = special_values._described(program)
-    run = _rebuild.sized(
-        stable, constants, {}, {**_rebuild.OPERATIONS, **_litert_indices.OPERATIONS}
-    )
+    run = _rebuild.sized(stable, constants, {}, {**_rebuild.OPERATIONS, **_indices.OPERATIONS})
     with pytest.raises(
         NotImplementedError,
         match="LiteRT: the operation 'scatter' of kind 'max' would compare 20000 "

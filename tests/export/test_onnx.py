@@ -19,7 +19,7 @@ from fnet import export, models
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.usefixtures("quickly")
-from fnet.export import _onnx, _onnx_reductions  # noqa: E402
+from fnet.export.onnx import _onnx, _reductions  # noqa: E402
 
 READER = """
 import sys
@@ -264,9 +264,9 @@ def test_broadcasts_are_left_to_the_operators(tmp_path):
 
 @pytest.mark.parametrize("n", [7, 4096 * 4096, 3 * 2**30])
 def test_a_long_sum_is_divided_evenly(n):
-    factors = _onnx_reductions._factors(n)
-    assert math.prod(factors) == n and max(factors) <= _onnx_reductions._BLOCK
-    assert _onnx_reductions._factors(1_000_003) is None  # a prime
+    factors = _reductions._factors(n)
+    assert math.prod(factors) == n and max(factors) <= _reductions._BLOCK
+    assert _reductions._factors(1_000_003) is None  # a prime
 
 
 def test_external_weights(tmp_path):

@@ -21,7 +21,7 @@ from fnet import layers as nn
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.usefixtures("quickly")
-from fnet.export import _onnx  # noqa: E402
+from fnet.export.onnx import _onnx  # noqa: E402
 
 FUSED = "LayerNormalization", "RMSNormalization", "Gelu", "Attention"
 ATTENTIONS = dict.fromkeys(

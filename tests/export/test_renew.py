@@ -13,8 +13,9 @@ from jax import lax
 from test_bundles import digits, opened, specs_of
 from zoo import FEW, build, inputs
 
-from fnet import cli, export, jaxpr
-from fnet.export import _interpret, _write
+from fnet import cli, export
+from fnet.export import _stable, _write
+from fnet.export.standalone import _interpret
 
 pytestmark = pytest.mark.usefixtures("quickly")
 GOLDEN = Path(__file__).parent / "golden_jax_0.10.2.fnet"
@@ -234,7 +235,7 @@ PROGRAMS = {
 def stable(name):
     f, args = PROGRAMS[name]
     closed = jax.make_jaxpr(lambda *args: jax.tree.leaves(f(*args)))(*args)
-    program, constants = jaxpr.stable(closed)
+    program, constants = _stable.stable(closed)
     return (
         json.loads(json.dumps(program, allow_nan=False)),
         constants,

@@ -13,8 +13,8 @@ import stable_values
 from jax import lax
 
 from fnet import export, jaxpr
-from fnet.export import _interpret, _rebuild
-from fnet.jaxpr import _stable
+from fnet.export import _rebuild, _stable
+from fnet.export.standalone import _interpret
 
 pytestmark = pytest.mark.usefixtures("quickly")
 # `make special-values` tests all 2,100 cases.
@@ -185,10 +185,10 @@ def test_an_unknown_parameter_is_an_error(monkeypatch):
     monkeypatch.delitem(_stable._IRRELEVANT, "weak_type")
     closed = jax.make_jaxpr(lambda x: x.astype(jnp.int32))(X)
     with pytest.raises(
-        jaxpr.Unsupported,
+        _stable.Unsupported,
         match=r"'convert_element_type'.*its parameter 'weak_type' is unknown to this version of fnet",
     ):
-        jaxpr.stable(closed)
+        _stable.stable(closed)
 
 
 @pytest.mark.parametrize("start", [-(2**31), -7, -5, -1, 0, 4, 2**31 - 1])
@@ -204,7 +204,7 @@ def test_an_unknown_parameter_is_an_error(monkeypatch):
 def test_a_negative_start_is_counted_from_the_end_once(f, start):
     x, i = np.arange(1, 6, dtype=np.float32), np.int32(start)
     closed = jax.make_jaxpr(lambda *args: [f(*args)])(x, i)
-    program, constants = jaxpr.stable(closed)
+    program, constants = _stable.stable(closed)
     for evaluate in stable_values.by_jax, stable_values.by_numpy:
         np.testing.assert_array_equal(evaluate(program, constants, [x, i])[0], jax.jit(f)(x, i))
 

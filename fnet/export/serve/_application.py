@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from fnet.export._reader import BundleError
 from fnet.export.serve import _protocol
 from fnet.export.serve._batching import Full
 from fnet.export.serve._metrics import Metrics
 from fnet.export.serve._options import Options
 from fnet.export.serve._protocol import Invalid
 from fnet.export.serve._repository import Repository, Unknown
+from fnet.export.standalone._reader import BundleError
 
 _OPEN = "/", "/v2/health/live", "/v2/health/ready"  # paths that need no token
 

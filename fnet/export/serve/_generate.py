@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fnet.export import _signature
-from fnet.export._loaded import Bundle
 from fnet.export.serve._protocol import Invalid
+from fnet.export.standalone import _signature
+from fnet.export.standalone._loaded import Bundle
 
 _LARGEST = (
     1 << 12

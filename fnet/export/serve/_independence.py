@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fnet.export import _signature
+from fnet.export.standalone import _signature
 
 if TYPE_CHECKING:
     from fnet.export.serve._model import Model

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fnet.export._onnx_graph import INT64, product
+from fnet.export.onnx._graph import INT64, product
 
 _BLOCK = 256  # summands that float32 adds one after the other with an error below 1e-5
 _CONTIGUOUS = 2048  # along the last axes, onnxruntime adds several partial sums

@@ -1,10 +1,10 @@
 """Writes programs as LiteRT models, and compares the outputs of LiteRT's interpreter with those of
 the program.
 
-The package litert-converter converts StableHLO to LiteRT (see `_litert_converter`). It does not
+The package litert-converter converts StableHLO to LiteRT (see `_converter`). It does not
 support loops, and supports symbolic sizes in only some operations. Therefore a program is converted
 with fixed sizes and with unrolled scans. The conversion starts from a JSON description of the
-program (see `jaxpr.stable`). For each choice of sizes, the LiteRT model contains one signature,
+program (see `export._stable`). For each choice of sizes, the LiteRT model contains one signature,
 that is, a function that can be called.
 """
 
@@ -30,19 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from fnet import jaxpr
-from fnet.export import (
-    _examples,
-    _litert_converter,
-    _litert_indices,
-    _litert_values,
-    _outputs,
-    _rebuild,
-    _rounding,
-    _signature,
-)
-from fnet.export._litert_values import Unsupported
+from fnet.export import _examples, _rebuild, _stable
 from fnet.export._tree import described_leaves, size_variables
+from fnet.export.litert import _converter, _indices, _values
+from fnet.export.litert._values import Unsupported
+from fnet.export.standalone import _outputs, _rounding, _signature
 
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}  # of the largest element
 _PACKAGES = "litert-converter, ai-edge-litert and ai-edge-quantizer"
@@ -108,7 +100,7 @@ def save(
     signatures = _signatures(program.entries[entry], entry, sizes)
     _interpreter()
     traced = program.entries[entry]
-    stable, constants = jaxpr.stable(traced.closed)
+    stable, constants = _stable.stable(traced.closed)
     _check_dtypes(stable)
     weights = [np.asarray(program.weights[name]) for name in traced.weights]
     try:
@@ -215,7 +207,7 @@ def _warn(stable) -> None:
         parts = [
             f"{operation} at "
             f"{paths[0]!r}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: "
-            f"{_litert_values.DIFFERS[operation]}"
+            f"{_values.DIFFERS[operation]}"
             for operation, paths in where.items()
         ]
         warnings.warn(
@@ -232,7 +224,7 @@ def _differing(stable) -> dict[str, list[str]]:
         types = [
             a[0] if isinstance(a, list) else stable["values"][a][0] for a in (*operands, *results)
         ]
-        if operation in _litert_values.DIFFERS and "float32" in types:
+        if operation in _values.DIFFERS and "float32" in types:
             where.setdefault(operation, []).append(path or "the top level")
         if any(
             isinstance(a, list) and a[1] == 0 and math.copysign(1, a[1].real) < 0 for a in operands
@@ -265,7 +257,7 @@ def compare(
         ValueError: the difference is larger than the tolerance.
     """
     traced = program.entries[entry]
-    stable, constants = jaxpr.stable(traced.closed)
+    stable, constants = _stable.stable(traced.closed)
     ranges, rounded = _examples.Ranges(stable), tolerance > TOLERANCE["float32"]
     weights = {name: program.weights[name] for name in traced.weights}
     names = [name for name, _ in described_leaves([("output", traced.output)])]
@@ -448,8 +440,8 @@ def _convolution(run, options, types, x, kernel):
 
 
 _OPERATIONS = {
-    **_litert_values.OPERATIONS,
-    **_litert_indices.OPERATIONS,
+    **_values.OPERATIONS,
+    **_indices.OPERATIONS,
     "scan": _unrolled,
     "convolution": _convolution,
 }
@@ -468,11 +460,11 @@ def _converted(signatures) -> bytes:
         [json.dumps(header).encode(), b"".join(program for _, program, _, _ in signatures)]
     )
     done = subprocess.run(
-        [sys.executable, "-P", _litert_converter.__file__], input=data, capture_output=True
+        [sys.executable, "-P", _converter.__file__], input=data, capture_output=True
     )
     if done.returncode == 0:
         return done.stdout
-    if done.returncode == _litert_converter.REFUSED:
+    if done.returncode == _converter.REFUSED:
         why = done.stdout.decode()
     else:
         why = f"the process that converts and tries the model ended with status {done.returncode}"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fnet.export import _onnx_functions
-from fnet.export._onnx_graph import INT64, added, same
+from fnet.export.onnx import _functions
+from fnet.export.onnx._graph import INT64, added, same
 
 
 def _op(kind: str, **attributes: Any) -> Callable:
@@ -68,32 +68,32 @@ ELEMENTWISE: dict[str, Callable] = {
     "xor": _bits("Xor"),
     "not": _not,
     "ne": _not_equal,
-    "select": _onnx_functions.select,
+    "select": _functions.select,
     "exp2": lambda e, x: e.g.op("Pow", e.number(2), x),
     "rsqrt": lambda e, x: e.g.op("Reciprocal", e.g.op("Sqrt", x)),
-    "mul": _onnx_functions.multiply,
-    "neg": _onnx_functions.neg,
-    "sign": _onnx_functions.sign,
-    "logistic": _onnx_functions.logistic,
-    "expm1": _onnx_functions.expm1,
-    "log1p": _onnx_functions.log1p,
-    "erfc": _onnx_functions.erfc,
-    "tanh": _onnx_functions.tanh,
-    "cbrt": _onnx_functions.cbrt,
-    "atan2": _onnx_functions.atan2,
-    "round": _onnx_functions.round_,
-    "is_finite": _onnx_functions.is_finite,
-    "power": _onnx_functions.power,
-    "pow": _onnx_functions.pow_,
-    "max": _onnx_functions.maximum,
-    "min": _onnx_functions.minimum,
-    "clamp": _onnx_functions.clamp,
-    "div": _onnx_functions.divide,
-    "rem": _onnx_functions.remainder,
-    "convert": _onnx_functions.convert,
-    "shift_left": _onnx_functions.shift_left,
-    "shift_right_logical": _onnx_functions.shift_right_logical,
-    "shift_right_arithmetic": _onnx_functions.shift_right_arithmetic,
+    "mul": _functions.multiply,
+    "neg": _functions.neg,
+    "sign": _functions.sign,
+    "logistic": _functions.logistic,
+    "expm1": _functions.expm1,
+    "log1p": _functions.log1p,
+    "erfc": _functions.erfc,
+    "tanh": _functions.tanh,
+    "cbrt": _functions.cbrt,
+    "atan2": _functions.atan2,
+    "round": _functions.round_,
+    "is_finite": _functions.is_finite,
+    "power": _functions.power,
+    "pow": _functions.pow_,
+    "max": _functions.maximum,
+    "min": _functions.minimum,
+    "clamp": _functions.clamp,
+    "div": _functions.divide,
+    "rem": _functions.remainder,
+    "convert": _functions.convert,
+    "shift_left": _functions.shift_left,
+    "shift_right_logical": _functions.shift_right_logical,
+    "shift_right_arithmetic": _functions.shift_right_arithmetic,
 }
 
 
@@ -179,7 +179,7 @@ def _start(e, i, n, length):
     """Returns the name of an ONNX vector with one element, which is the start index of a dynamic
     slice along one axis. The start index is the i-th input, clamped so that the slice lies inside
     the operand. The axis has n elements, and the slice has `length` elements."""
-    start = e.g.reshape(_onnx_functions.index(e, e.x(i), e.in_types[i][0]), [], [1])
+    start = e.g.reshape(_functions.index(e, e.x(i), e.in_types[i][0]), [], [1])
     last = e.g.size(added(n, -length if isinstance(length, int) else f"-({length})"))
     return e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
 

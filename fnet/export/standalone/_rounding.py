@@ -13,7 +13,7 @@ Every bundle (file of an exported model) contains a copy of this module as round
 import numpy as np
 
 if __package__:
-    from fnet.export import _interpret as interpret
+    from fnet.export.standalone import _interpret as interpret
 else:
     import interpret
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from fnet.export import _rebuild
-from fnet.export._litert_values import Unsupported, _choose, _number
+from fnet.export.litert._values import Unsupported, _choose, _number
 
 _LARGEST = 2**26  # elements of the comparison of positions with updates
 

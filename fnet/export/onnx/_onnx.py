@@ -12,31 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from fnet import jaxpr
-from fnet.export import (
-    _examples,
-    _onnx_elementwise,
-    _onnx_fused,
-    _onnx_products,
-    _onnx_reductions,
-    _outputs,
-    _rounding,
-    _signature,
-    _sizes,
-)
+from fnet.export import _examples, _stable
 from fnet.export._choices import choices
-from fnet.export._onnx_graph import Graph, evaluated
 from fnet.export._tree import described_leaves, size_variables
+from fnet.export.onnx import _elementwise, _fused, _products, _reductions
+from fnet.export.onnx._graph import Graph, evaluated
+from fnet.export.standalone import _outputs, _rounding, _signature, _sizes
 
 OPSET, OLDEST = 20, 18
 LARGE = (
     1_900_000_000  # bytes above which the weights are in a separate file; protobuf's limit is 2 GB
 )
 _DIRECT = {
-    **_onnx_elementwise.OPERATIONS,
-    **_onnx_reductions.OPERATIONS,
-    **_onnx_products.OPERATIONS,
-    **_onnx_fused.OPERATIONS,
+    **_elementwise.OPERATIONS,
+    **_reductions.OPERATIONS,
+    **_products.OPERATIONS,
+    **_fused.OPERATIONS,
 }
 _MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"
 
@@ -71,9 +62,9 @@ def save(
             f"{', '.join(program.entries)}"
         )
     traced = program.entries[entry]
-    stable, constants = jaxpr.stable(traced.closed)
+    stable, constants = _stable.stable(traced.closed)
     model = _Model(
-        onnx, _onnx_fused.fused(stable, opset, traced.constraints) if fused else stable, opset
+        onnx, _fused.fused(stable, opset, traced.constraints) if fused else stable, opset
     )
     names = [*(f"constant/{i}" for i in range(len(constants))), *traced.weights]
     arrays = [*constants, *(np.asarray(program.weights[name]) for name in traced.weights)]
@@ -150,7 +141,7 @@ class _Check:
             entry,
             program.entries[entry],
         )
-        self.stable, self.constants = jaxpr.stable(self.traced.closed)
+        self.stable, self.constants = _stable.stable(self.traced.closed)
         self.ranges = _examples.Ranges(self.stable)
         self.tolerance = _outputs.tolerance(dtype for dtype, _ in self.stable["values"])
         options = onnxruntime.SessionOptions()
@@ -488,9 +479,9 @@ class Equation:
         self.dtype, self.shape = self.out_types[0] if outs else (None, None)
 
     def convert(self) -> list[str] | None:
-        if self.operation not in _onnx_elementwise.ELEMENTWISE:
+        if self.operation not in _elementwise.ELEMENTWISE:
             return _DIRECT[self.operation](self)
-        function = _onnx_elementwise.ELEMENTWISE[self.operation]
+        function = _elementwise.ELEMENTWISE[self.operation]
         parts = [self.loose(i) for i in range(len(self.ins))]
         full = any(
             narrow == shape

@@ -15,7 +15,7 @@ import math
 import numpy as np
 
 if __package__:
-    from fnet.export._sizes import size
+    from fnet.export.standalone._sizes import size
 else:
     from sizes import size
 

@@ -18,11 +18,11 @@ import sys
 import numpy as np
 
 if __package__:
-    from fnet.export import _interpret as interpret
-    from fnet.export import _outputs as outputs
-    from fnet.export import _reader as reader
-    from fnet.export import _rounding as rounding
-    from fnet.export import _signature as signature
+    from fnet.export.standalone import _interpret as interpret
+    from fnet.export.standalone import _outputs as outputs
+    from fnet.export.standalone import _reader as reader
+    from fnet.export.standalone import _rounding as rounding
+    from fnet.export.standalone import _signature as signature
 else:
     import interpret
     import outputs

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from fnet.export import _interpret, _onnx_functions, _sizes
 from fnet.export._choices import choices
+from fnet.export.onnx import _functions
+from fnet.export.standalone import _interpret, _sizes
 
 _SINCE = {"layer_norm": 18, "erfc_gelu": 18, "gelu": 20, "rms_norm": 23, "attention": 23}  # opsets
 _REACH, _LIMIT = 12, 120  # the maximum number of equations up to an input, and in a candidate
@@ -32,7 +33,7 @@ _VALUES = 1 << 24  # elements of the largest value that is evaluated
 def fused(stable: dict, opset: int, constraints: Iterable[str] = ()) -> dict:
     """Replaces groups of operations by equivalent ONNX operators, one for each group, and returns
     the new program. Only operators that exist in version `opset` of ONNX's operators are used. The
-    argument `stable` is the program as JSON data, see `jaxpr.stable`, and `constraints` are those
+    argument `stable` is the program as JSON data, see `export._stable`, and `constraints` are those
     on its symbolic sizes."""
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
     names = sorted(
@@ -568,6 +569,6 @@ OPERATIONS = {
     "layer_norm": _norm_node("LayerNormalization"),
     "rms_norm": _norm_node("RMSNormalization"),
     "gelu": lambda e: [e.g.op("Gelu", e.x(0))],
-    "erfc_gelu": lambda e: [_onnx_functions.gelu(e, e.x(0))],
+    "erfc_gelu": lambda e: [_functions.gelu(e, e.x(0))],
     "attention": _attention_node,
 }

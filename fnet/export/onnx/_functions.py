@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fnet.export._onnx_graph import INT64
+from fnet.export.onnx._graph import INT64
 
 # erfc(x) = exp(-x * x) * t * P(t) with t = 1 / (1 + 0.4 x): the polynomial P was fitted to erfcx(x)
 # / t for x from 0 to 27, where float64 underflows. Its relative error is at most 1.2e-7.

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fnet.export._onnx_functions import chosen, index
-from fnet.export._onnx_graph import INT64, added, product, same, scaled
+from fnet.export.onnx._functions import chosen, index
+from fnet.export.onnx._graph import INT64, added, product, same, scaled
 
 _LONGEST_WINDOW = 512  # elements of a window along an axis that are combined one after the other
 

@@ -9,8 +9,8 @@ import re
 import numpy as np
 
 if __package__:
-    from fnet.export._reader import BundleError
-    from fnet.export._sizes import size, solved
+    from fnet.export.standalone._reader import BundleError
+    from fnet.export.standalone._sizes import size, solved
 else:
     from reader import BundleError
     from sizes import size, solved

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fnet.export import _onnx_kernels, _sizes
+from fnet.export.onnx import _kernels
+from fnet.export.standalone import _sizes
 
 INT64 = np.dtype(np.int64)
 _POSITIVE = {"Exp", "Abs", "Sigmoid", "Softmax"}  # operators that never return -0.0
@@ -61,9 +62,9 @@ class Graph:
         """
         known = self.model.dtypes
         dtypes = [known.get(x) for x in inputs]
-        compute = _onnx_kernels.compute_dtype(kind, dtypes)
+        compute = _kernels.compute_dtype(kind, dtypes)
         if compute is not None:
-            places = _onnx_kernels.operands(kind, len(inputs))
+            places = _kernels.operands(kind, len(inputs))
             inputs = tuple(
                 self.cast(x, compute) if i in places else x for i, x in enumerate(inputs)
             )
@@ -73,7 +74,7 @@ class Graph:
             self.model.helper.make_node(kind, list(inputs), names, name=name, **attributes)
         )
         to = self.model.dtype_of(attributes["to"]) if kind == "Cast" else None
-        result = _onnx_kernels.result_dtype(kind, [known.get(x) for x in inputs], to)
+        result = _kernels.result_dtype(kind, [known.get(x) for x in inputs], to)
         if result is not None:
             known[names[0]] = result
         if kind == "TopK":
@@ -86,8 +87,8 @@ class Graph:
             or (kind == "Mul" and inputs[0] == inputs[1])
         ):
             self.model.positive.add(names[0])
-        if compute is not None and _onnx_kernels.keeps_dtype(kind):
-            names[0] = self.cast(names[0], _onnx_kernels.typed(kind, dtypes))
+        if compute is not None and _kernels.keeps_dtype(kind):
+            names[0] = self.cast(names[0], _kernels.typed(kind, dtypes))
         return names[0] if outputs == 1 else names
 
     def constant(self, array: Any, dtype: Any = None) -> str:

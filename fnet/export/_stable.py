@@ -4,7 +4,7 @@ JAX.
 This module represents a JAX program as plain data, called the stable form of the program, with only
 the operations that the documentation of `fnet.export` lists. In this stable form of a program, the
 names and options of the operations are defined by fnet, not by JAX. If JAX renames a primitive or a
-parameter, only `fnet/jaxpr/_stable.py` must change, and existing programs remain valid.
+parameter, only `fnet/export/_stable.py` must change, and existing programs remain valid.
 """
 
 from __future__ import annotations

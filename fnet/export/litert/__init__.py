@@ -1,0 +1,1 @@
+"""Writes programs as LiteRT models."""

@@ -1,0 +1,1 @@
+"""Writes programs as ONNX models."""
