@@ -80,7 +80,7 @@ verify-programs: .venv-programs/.installed
 # LiteRT models, KServe's client for the server, and the web page. Packages of the first two exclude versions of the tested
 # set, so they have their own environment, where they are installed without the packages that they declare.
 verify-export: .venv-export/.installed
-	FNET_ONNXRUNTIME_WEB=.venv-export/node_modules/onnxruntime-web .venv-export/bin/python -m pytest -rs $(addprefix tests/export/,test_litert.py test_litert_indices.py test_record.py test_serve.py::test_kserve test_web.py) $(ARGS)
+	FNET_ONNXRUNTIME_WEB=.venv-export/node_modules/onnxruntime-web .venv-export/bin/python -m pytest -rs $(addprefix tests/export/,test_litert.py test_litert_indices.py test_record.py test_web.py) tests/serve/test_serve.py::test_kserve $(ARGS)
 
 # Every exported operation on special values (NaN, infinities, -0.0, overflows, indices out of range, ...), compared with
 # JAX: an hour for ONNX, and half an hour for the stable form. LiteRT: .venv-export/bin/python ... litert, see the file.

@@ -1,7 +1,9 @@
 """The forward pass of a 24-layer MLP without jit, as in debugging, compared with flax.linen and
 handwritten JAX.
 
-python -m benchmarks.eager
+Run it with:
+
+    python -m benchmarks.eager
 """
 
 import jax

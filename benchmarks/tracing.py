@@ -1,7 +1,9 @@
 """The time to trace a transformer's training step, by depth: Stack(block, 2), Stack(block, 48), and
 48 unrolled blocks.
 
-python -m benchmarks.tracing
+Run it with:
+
+    python -m benchmarks.tracing
 """
 
 import functools

@@ -2,9 +2,9 @@
 
 A model is a function of a plain parameter tree (`fnet.layers`). `fnet.transforms` contains function
 transformations for models, such as the conversion to mixed precision. `fnet.hardware` describes
-chips and selects the dtypes that suit each chip. The packages `fnet.compress`, `fnet.cost`, `fnet.export`,
-`fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`, `fnet.search` and `fnet.training`
-are imported on first use.
+chips and selects the dtypes that suit each chip. The packages `fnet.compress`, `fnet.cost`,
+`fnet.export`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`, `fnet.search`,
+`fnet.serve` and `fnet.training` are imported on first use.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fnet import hardware, layers, transforms
 
 if TYPE_CHECKING:  # for editors
-    from fnet import compress, cost, introspect, models, parallel, report, search, training
+    from fnet import compress, cost, introspect, models, parallel, report, search, serve, training
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "parallel",
     "report",
     "search",
+    "serve",
     "training",
     "transforms",
 ]
@@ -39,6 +40,7 @@ _LAZY = (
     "parallel",
     "report",
     "search",
+    "serve",
     "training",
 )
 

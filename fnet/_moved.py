@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 MOVED = {
+    "export.serve": "serve",
     "hardware.Cost": "cost.Cost",
     "hardware.Count": "cost.Count",
     "hardware.Matmul": "cost.Matmul",
@@ -29,7 +30,9 @@ def moved_from(package: str) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if (new := MOVED.get(f"{short}.{name}")) is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, attribute = new.rpartition(".")
-        return getattr(importlib.import_module(f"fnet.{module}"), attribute)
+        package_of, _, attribute = new.rpartition(".")
+        if not package_of:
+            return importlib.import_module(f"fnet.{new}")
+        return getattr(importlib.import_module(f"fnet.{package_of}"), attribute)
 
     return find

@@ -17,6 +17,7 @@ PACKAGES = (
     "introspect",
     "compress",
     "export",
+    "serve",
     "report",
     "search",
     "search.federated",

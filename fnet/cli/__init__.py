@@ -1,19 +1,21 @@
 """The `fnet` command.
 
-fnet devices            shows the chips of this machine and the dtypes that fnet selects for them; if JAX computes
-                        on a CPU, the first call also measures the CPU
-fnet chips              shows the catalog of chips
-fnet chips "TPU v5e"    shows computed and published peaks, prices, FLOP per dollar, power and sources of a chip
-fnet chips --plot FILE  plots FLOP per dollar and per watt over the years
-fnet export runs/digits --to=bundle,onnx,litert         writes the trained model of a run as files
-fnet bundle show FILE   describes an exported model
-fnet bundle check FILE  compares the outputs of an exported model with the outputs that are stored in the file
-fnet bundle renew FILE  writes the programs of an exported model again, with the installed version of JAX
-fnet serve FILE         serves exported models over HTTP
-fnet report runs/digits                                 writes an HTML report of a run
-fnet plan module:function --devices v5e:16x16           selects the sharding of a training step
-fnet sweep SCRIPT --space space.json --budget 30m       searches for hyperparameters
-fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    compares a training step on several chips
+Its commands:
+
+    fnet devices            shows the chips of this machine and the dtypes that fnet selects for them; if JAX computes
+                            on a CPU, the first call also measures the CPU
+    fnet chips              shows the catalog of chips
+    fnet chips "TPU v5e"    shows computed and published peaks, prices, FLOP per dollar, power and sources of a chip
+    fnet chips --plot FILE  plots FLOP per dollar and per watt over the years
+    fnet export runs/digits --to=bundle,onnx,litert         writes the trained model of a run as files
+    fnet bundle show FILE   describes an exported model
+    fnet bundle check FILE  compares the outputs of an exported model with the outputs that are stored in the file
+    fnet bundle renew FILE  writes the programs of an exported model again, with the installed version of JAX
+    fnet serve FILE         serves exported models over HTTP
+    fnet report runs/digits                                 writes an HTML report of a run
+    fnet plan module:function --devices v5e:16x16           selects the sharding of a training step
+    fnet sweep SCRIPT --space space.json --budget 30m       searches for hyperparameters
+    fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    compares a training step on several chips
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def define(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command `fnet serve` and returns its exit code."""
-    from fnet.export import serve
+    from fnet import serve
 
     token = os.environ.get("FNET_SERVE_TOKEN")
     if args.token_file:

@@ -1,11 +1,13 @@
 """Exports models to files that can be run without fnet.
 
-program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
-program.save("digits.fnet")                  # a bundle, which needs only JAX and NumPy
-logits = export.load("digits.fnet")(x)
+A program is traced once, and written as files of several kinds:
+
+    program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
+    program.save("digits.fnet")                  # a bundle, which needs only JAX and NumPy
+    logits = export.load("digits.fnet")(x)
 """
 
-from fnet.export import serve
+from fnet._moved import moved_from
 from fnet.export._generation import generation
 from fnet.export._program import Program, program
 from fnet.export._rebuild import renew
@@ -26,8 +28,9 @@ __all__ = [
     "read_record",
     "record",
     "renew",
-    "serve",
     "spec",
     "spec_of",
     "web",
 ]
+
+__getattr__ = moved_from(__name__)

@@ -1,9 +1,11 @@
 """Trains many models at the same time (populations), searches for hyperparameters, and trains by
 federated averaging.
 
-init_n, step_n = search.population(init, step)
-state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
-state = tr.fit(step_n, state, batches, steps=1000)
+A population trains like one model:
+
+    init_n, step_n = search.population(init, step)
+    state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
+    state = tr.fit(step_n, state, batches, steps=1000)
 """
 
 from fnet.search import federated

@@ -1,9 +1,11 @@
 """Transforms: functions that take a function and return a function. The transforms of JAX are
 re-exported unchanged.
 
-from fnet import transforms as ft
+Transforms compose:
 
-step = ft.jit(ft.microbatch(ft.value_and_grad(loss), 4))
+    from fnet import transforms as ft
+
+    step = ft.jit(ft.microbatch(ft.value_and_grad(loss), 4))
 """
 
 from jax import (

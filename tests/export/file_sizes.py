@@ -1,7 +1,9 @@
 """Prints the table of file sizes in docs/export.md: models of usual sizes with random weights, as
 every kind of file.
 
-PYTHONPATH=tests .venv-export/bin/python tests/export/file_sizes.py      # all files are run and compared
+Run it with:
+
+    PYTHONPATH=tests .venv-export/bin/python tests/export/file_sizes.py      # all files are run and compared
 """
 
 import pathlib

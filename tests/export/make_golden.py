@@ -1,7 +1,9 @@
 """Writes the golden bundle. It is not written again: later versions have to read the committed
 file.
 
-python tests/export/make_golden.py tests/export/golden_jax_0.10.2.fnet
+Run it with:
+
+    python tests/export/make_golden.py tests/export/golden_jax_0.10.2.fnet
 """
 
 import sys

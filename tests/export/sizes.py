@@ -1,7 +1,9 @@
 """Prints the table of sizes in docs/export.md: bytes of the programs of every model, without the
 weights.
 
-PYTHONPATH=tests python tests/export/sizes.py
+Run it with:
+
+    PYTHONPATH=tests python tests/export/sizes.py
 """
 
 import pathlib

@@ -9,7 +9,7 @@ from test_bundles import digits, opened
 
 from fnet import cli, export
 from fnet.export import _rebuild, _write
-from fnet.export.serve._model import Model
+from fnet.serve._model import Model
 
 pytestmark = pytest.mark.usefixtures("quickly")
 NAMES = r"has the dtype {}, which JAX narrows without jax_enable_x64.*jax.config.update\('jax_enable_x64', True\)"

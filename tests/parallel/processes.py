@@ -1,7 +1,9 @@
 """One of several processes of a run: what test_two_processes.py starts. Prints what came of it as
 JSON.
 
-python tests/parallel/processes.py CASE PORT PROCESS COUNT [FOLDER]
+Run it with:
+
+    python tests/parallel/processes.py CASE PORT PROCESS COUNT [FOLDER]
 """
 
 import json

@@ -1,7 +1,9 @@
 """Chat templates against transformers' `apply_chat_template`; a part of verify_pretrained.py.
 
-make verify-pretrained ARGS=chat
-.venv-verify/bin/python tests/reference/verify_chat.py    # writes chat.json for tests/models/test_chat.py
+Run it with:
+
+    make verify-pretrained ARGS=chat
+    .venv-verify/bin/python tests/reference/verify_chat.py    # writes chat.json for tests/models/test_chat.py
 """
 
 import json

@@ -1,6 +1,8 @@
 """One process of a federated run, started by test_federated.py. Prints the result as JSON.
 
-python tests/search/two_processes.py PORT PROCESS COUNT FOLDER
+Run it with:
+
+    python tests/search/two_processes.py PORT PROCESS COUNT FOLDER
 """
 
 import json

@@ -1,7 +1,9 @@
 """Injects faults into runs and checkpoints, and prints the results.
 
-python -m tests.torture                     # make torture: all of it
-python -m tests.torture --scale=0.05 --fuzz=2000 --only=SIGKILL,fuzz
+Run it with:
+
+    python -m tests.torture                     # make torture: all of it
+    python -m tests.torture --scale=0.05 --fuzz=2000 --only=SIGKILL,fuzz
 """
 
 import argparse

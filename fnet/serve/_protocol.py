@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from fnet.export.serve._model import Model
+from fnet.serve._model import Model
 
 EXTENSIONS = ("binary_tensor_data", "classification", "generate")
 LENGTH = "inference-header-content-length"

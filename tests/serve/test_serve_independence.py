@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from checks import close
 
-from fnet import export
+from fnet import export, serve
 from fnet import layers as nn
-from fnet.export import serve
-from fnet.export.serve import _model
-from fnet.export.serve._model import Model
+from fnet.serve import _model
+from fnet.serve._model import Model
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.usefixtures("quickly")

@@ -17,7 +17,7 @@ import numpy as np
 from fnet.export.standalone import _signature
 
 if TYPE_CHECKING:
-    from fnet.export.serve._model import Model
+    from fnet.serve._model import Model
 
 _SIZES = 3, 5, 2, 4, 8, 16, 32, 64, 128, 224, 1  # tried for axes of any size
 _SCALES = 1.0, 0.1, 3.0  # of the drawn floating-point inputs

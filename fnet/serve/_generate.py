@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fnet.export.serve._protocol import Invalid
 from fnet.export.standalone import _signature
 from fnet.export.standalone._loaded import Bundle
+from fnet.serve._protocol import Invalid
 
 _LARGEST = (
     1 << 12

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from checks import close
 
-from fnet import export
+from fnet import export, serve
 from fnet import layers as nn
-from fnet.export import serve
-from fnet.export.serve import _page, _protocol
-from fnet.export.serve._batching import Batcher, Full
-from fnet.export.serve._generate import Request, _pick
-from fnet.export.serve._model import Model
+from fnet.serve import _page, _protocol
+from fnet.serve._batching import Batcher, Full
+from fnet.serve._generate import Request, _pick
+from fnet.serve._model import Model
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.usefixtures("quickly")

@@ -15,9 +15,9 @@ import numpy as np
 
 from fnet import transforms as ft
 from fnet.export import _rebuild
-from fnet.export.serve import _independence
 from fnet.export.standalone import _signature
 from fnet.export.standalone._loaded import Bundle
+from fnet.serve import _independence
 
 _PROGRAMS = (
     64  # compiled programs of one model, for inputs of different sizes; the oldest are removed

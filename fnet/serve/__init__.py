@@ -9,8 +9,8 @@ texts, and reports metrics.
     app = serve.application(["digits.fnet"])                  # an ASGI application
 """
 
-from fnet.export.serve._application import application
-from fnet.export.serve._options import Options
-from fnet.export.serve._run import run
+from fnet.serve._application import application
+from fnet.serve._options import Options
+from fnet.serve._run import run
 
 __all__ = ["Options", "application", "run"]

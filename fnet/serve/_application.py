@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from fnet.export.serve import _protocol
-from fnet.export.serve._batching import Full
-from fnet.export.serve._metrics import Metrics
-from fnet.export.serve._options import Options
-from fnet.export.serve._protocol import Invalid
-from fnet.export.serve._repository import Repository, Unknown
 from fnet.export.standalone._reader import BundleError
+from fnet.serve import _protocol
+from fnet.serve._batching import Full
+from fnet.serve._metrics import Metrics
+from fnet.serve._options import Options
+from fnet.serve._protocol import Invalid
+from fnet.serve._repository import Repository, Unknown
 
 _OPEN = "/", "/v2/health/live", "/v2/health/ready"  # paths that need no token
 
@@ -48,7 +48,7 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
         from starlette.routing import Route
     except ImportError:
         raise ImportError(
-            "fnet.export.serve needs Starlette and uvicorn: pip install 'fnet[serve]'"
+            "fnet.serve needs Starlette and uvicorn: pip install 'fnet[serve]'"
         ) from None
     server = _Server(files, options or Options())
     add = lambda path, function, method="GET": Route(
@@ -211,7 +211,7 @@ class _Server:
     async def page(self, request):
         from starlette.responses import HTMLResponse
 
-        from fnet.export.serve import _page  # here, because the import reads a file
+        from fnet.serve import _page  # here, because the import reads a file
 
         return HTMLResponse(
             _page.HTML,

@@ -17,7 +17,7 @@ import pytest
 from servers import Client, request, serving
 
 from fnet import export, models
-from fnet.export.serve._options import Options
+from fnet.serve._options import Options
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fnet.export.serve._application import application
-from fnet.export.serve._options import Options
+from fnet.serve._application import application
+from fnet.serve._options import Options
 
 
 def run(

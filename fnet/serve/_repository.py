@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from fnet.export.serve._batching import Batcher
-from fnet.export.serve._generate import Generator, generates
-from fnet.export.serve._metrics import Metrics
-from fnet.export.serve._model import Model
-from fnet.export.serve._options import Options
-from fnet.export.serve._protocol import Invalid, servable
 from fnet.export.standalone._loaded import load
+from fnet.serve._batching import Batcher
+from fnet.serve._generate import Generator, generates
+from fnet.serve._metrics import Metrics
+from fnet.serve._model import Model
+from fnet.serve._options import Options
+from fnet.serve._protocol import Invalid, servable
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
 
