@@ -20,7 +20,7 @@ from benchmarks.peers import _linen, _nnx
 from benchmarks.peers import _workloads as spec
 from fnet import hardware, models
 from fnet import transforms as ft
-from fnet.models.text import _generate
+from fnet.models.generation import _generate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ IMPORTED = {
 NEEDS = {
     "fnet.export._web.web": ("onnx", "onnxruntime"),
     "fnet.hardware._history.plot": ("matplotlib",),
-    "fnet.models.text._tokenizers.HuggingFaceTokenizer": ("tokenizers",),
+    "fnet.models.tokenizers._tokenizers.HuggingFaceTokenizer": ("tokenizers",),
     "fnet.models.weights._gguf.load_gguf": ("gguf",),
 }
 

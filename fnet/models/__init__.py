@@ -1,42 +1,48 @@
 """Model families built from `fnet.layers`, with pretrained weights, tokenizers and text generation."""
 
 from fnet.models import pretrained
-from fnet.models._alexnet import AlexNet
-from fnet.models._bert import Bert, Encoded, sentence_embedding
 from fnet.models._blocks import unstack
-from fnet.models._clip import CLIP, CLIPText, CLIPVision
 from fnet.models._cnn import CNN
-from fnet.models._convnext import ConvNeXt
 from fnet.models._crepe import Crepe
-from fnet.models._decoder import Decoder
-from fnet.models._deit import DeiT
-from fnet.models._dinov2 import DINOv2
-from fnet.models._distilbert import DistilBert
-from fnet.models._efficientnet import EfficientNet
-from fnet.models._gpt import GPT
-from fnet.models._images import ImageInput
 from fnet.models._mlp import MLP
-from fnet.models._mobilenet import MobileNetV2
 from fnet.models._model import Model
-from fnet.models._modernbert import ModernBert
-from fnet.models._resnet import ResNet, ResNet9
-from fnet.models._rnn import LSTMClassifier, LSTMLanguageModel
-from fnet.models._roberta import Roberta
-from fnet.models._rope import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
-from fnet.models._tree import TreeLSTM, Trees, pack_trees
-from fnet.models._vit import ViT
-from fnet.models.text._beam import Beams, beam_search
-from fnet.models.text._chat import ChatTemplate, chat
-from fnet.models.text._generate import Generated, generate, padded
-from fnet.models.text._llama_bpe import LlamaBPE
-from fnet.models.text._stream import stream, stream_text
-from fnet.models.text._tokenizers import (
+from fnet.models.generation._beam import Beams, beam_search
+from fnet.models.generation._generate import Generated, generate, padded
+from fnet.models.generation._stream import stream, stream_text
+from fnet.models.language._bert import Bert, Encoded, sentence_embedding
+from fnet.models.language._distilbert import DistilBert
+from fnet.models.language._gpt import GPT
+from fnet.models.language._modernbert import ModernBert
+from fnet.models.language._rnn import LSTMClassifier, LSTMLanguageModel
+from fnet.models.language._roberta import Roberta
+from fnet.models.language._tree import TreeLSTM, Trees, pack_trees
+from fnet.models.language.decoder._decoder import Decoder
+from fnet.models.language.decoder._rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    YarnScaling,
+)
+from fnet.models.multimodal._clip import CLIP, CLIPText, CLIPVision
+from fnet.models.tokenizers._chat import ChatTemplate, chat
+from fnet.models.tokenizers._llama_bpe import LlamaBPE
+from fnet.models.tokenizers._tokenizers import (
     ByteTokenizer,
     CharTokenizer,
     HuggingFaceTokenizer,
     read_tokenizer,
 )
-from fnet.models.text._wordpiece import WordPiece
+from fnet.models.tokenizers._wordpiece import WordPiece
+from fnet.models.vision._alexnet import AlexNet
+from fnet.models.vision._convnext import ConvNeXt
+from fnet.models.vision._deit import DeiT
+from fnet.models.vision._dinov2 import DINOv2
+from fnet.models.vision._efficientnet import EfficientNet
+from fnet.models.vision._mobilenet import MobileNetV2
+from fnet.models.vision._resnet import ResNet, ResNet9
+from fnet.models.vision._vit import ViT
+from fnet.models.weights._images import ImageInput
 
 __all__ = [
     "CLIP",

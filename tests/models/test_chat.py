@@ -333,8 +333,8 @@ def test_jinja2_is_not_installed(monkeypatch):
             raise ModuleNotFoundError(name=name)
         return original(name, *args, **kwargs)
 
-    monkeypatch.delitem(sys.modules, "fnet.models.text._sandbox", raising=False)
-    monkeypatch.delattr("fnet.models.text._sandbox", raising=False)
+    monkeypatch.delitem(sys.modules, "fnet.models.tokenizers._sandbox", raising=False)
+    monkeypatch.delattr("fnet.models.tokenizers._sandbox", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(
         ModuleNotFoundError,

@@ -16,7 +16,7 @@ from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.models import pretrained
 from fnet.models._blocks import periods
-from fnet.models._rope_config import collapsed
+from fnet.models.language.decoder._rope_config import collapsed
 
 FOLDERS = {
     path.name: path

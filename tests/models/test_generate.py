@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fnet import models
 from fnet import transforms as ft
-from fnet.models.text import _generate
-from fnet.models.text._generate import empty_cache
-from fnet.models.text._generate import prepared as with_separate_layers
-from fnet.models.text._sampling import Sampling, likeliest, pick
+from fnet.models.generation import _generate
+from fnet.models.generation._generate import empty_cache
+from fnet.models.generation._generate import prepared as with_separate_layers
+from fnet.models.generation._sampling import Sampling, likeliest, pick
 
 VOCAB = 20
 MODELS = {

@@ -10,7 +10,7 @@ import pytest
 from test_generate import LENGTHS, MODELS, PROMPTS, compiled, greedy, prepared
 
 from fnet import models
-from fnet.models.text._sampling import Sampling, candidates, penalized, pick, sampling
+from fnet.models.generation._sampling import Sampling, candidates, penalized, pick, sampling
 
 
 def logits_after(name, text):
@@ -223,7 +223,7 @@ def test_pieces_of_a_text_are_complete_characters_before_the_first_stop_string(
     tokens, stop, monkeypatch
 ):
     monkeypatch.setattr(
-        "fnet.models.text._stream.stream",
+        "fnet.models.generation._stream.stream",
         lambda *args, **options: iter([[token] for token in tokens]),
     )
     pieces = list(models.stream_text(None, None, Words(), "aa", stop=stop, max_tokens=5))
@@ -276,7 +276,7 @@ def test_stop_strings_in_random_tokens(seed, monkeypatch):
             for _ in range(rng.integers(0, 4))
         ]
         monkeypatch.setattr(
-            "fnet.models.text._stream.stream",
+            "fnet.models.generation._stream.stream",
             lambda *args, cuts=cuts, **options: iter([[i] for i in range(1, len(cuts))]),
         )
         pieces = list(models.stream_text(None, None, words, "aa", stop=stop, max_tokens=99))

@@ -79,7 +79,7 @@ def chat():
                     continue
                 assert text == want, (style, name, text, want)
                 ids = theirs.apply_chat_template(messages, **DATE, **options)["input_ids"]
-                assert models.text._chat.encoded(words, text) == ids, (style, name, ids)
+                assert models.tokenizers._chat.encoded(words, text) == ids, (style, name, ids)
                 equal += 1
         yield f"{style}: {equal} texts and their tokens are equal, {rejected} rejected by both"
     yield _answers(transformers)

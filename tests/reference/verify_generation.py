@@ -9,7 +9,7 @@ from verifying import check, needed
 
 from fnet import models
 from fnet.models import pretrained
-from fnet.models.text._sampling import candidates, penalized, sampling
+from fnet.models.generation._sampling import candidates, penalized, sampling
 
 PROMPTS = np.random.default_rng(0).integers(3, 24, (4, 6)).astype(np.int32)
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from fnet.compress import Int4, Int8, Quantized
 from fnet.layers._spec import put
-from fnet.models._decoder import Decoder
-from fnet.models._decoder_names import block
-from fnet.models._rope import LinearScaling
+from fnet.models.language.decoder._decoder import Decoder
+from fnet.models.language.decoder._names import block
+from fnet.models.language.decoder._rope import LinearScaling
 from fnet.models.weights import _hub, _key_map, _match
 from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fnet import layers as nn
-from fnet.models._images import ImageInput
+from fnet.models.weights._images import ImageInput
 
 
 class Layout(NamedTuple):

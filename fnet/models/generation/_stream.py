@@ -12,8 +12,8 @@ import numpy as np
 
 from fnet import layers as nn
 from fnet.layers._explicit import automatic, like
-from fnet.models.text import _generate
-from fnet.models.text._sampling import is_sampled, sampling
+from fnet.models.generation import _generate
+from fnet.models.generation._sampling import is_sampled, sampling
 
 
 def stream(

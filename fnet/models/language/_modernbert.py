@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.models._bert import Encoded, architectures, tied
 from fnet.models._blocks import Blocks
-from fnet.models._decoder import ACTIVATIONS
-from fnet.models._decoder_configs import Count, Flag, Number, activation, read_by_others
 from fnet.models._model import Model
-from fnet.models._rope_config import (
+from fnet.models.language._bert import Encoded, architectures, tied
+from fnet.models.language.decoder._configs import Count, Flag, Number, activation, read_by_others
+from fnet.models.language.decoder._decoder import ACTIVATIONS
+from fnet.models.language.decoder._rope_config import (
     FULL,
     SLIDING,
     collapsed,

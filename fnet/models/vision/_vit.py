@@ -16,10 +16,10 @@ from jax.nn import initializers
 
 from fnet import layers as nn
 from fnet.layers._explicit import like
-from fnet.models._bert import Encoded
-from fnet.models._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models._model import Model
+from fnet.models.language._bert import Encoded
 from fnet.models.weights._config import Fields, Must, Use, transformers
+from fnet.models.weights._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models.weights._labels import labels
 from fnet.models.weights._timm_config import name_of, timm
 from fnet.models.weights._torch_layers import fused, qkv, spare, torch_layers

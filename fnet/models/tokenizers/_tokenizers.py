@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fnet.models.text import _tokenizer_config, _vocabularies
+from fnet.models.tokenizers import _tokenizer_config, _vocabularies
 from fnet.models.weights._config import Config, read
 from fnet.models.weights._files import MOST, SMALL, contents
 
@@ -335,9 +335,9 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     ...     models.read_tokenizer(folder).encode("cab").tolist()
     [2, 0, 1]
     """
-    from fnet.models.text._chat import find
-    from fnet.models.text._llama_bpe import LlamaBPE
-    from fnet.models.text._wordpiece import WordPiece
+    from fnet.models.tokenizers._chat import find
+    from fnet.models.tokenizers._llama_bpe import LlamaBPE
+    from fnet.models.tokenizers._wordpiece import WordPiece
 
     readers = {
         "vocab.txt": WordPiece.read,

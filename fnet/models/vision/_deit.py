@@ -8,8 +8,7 @@ from typing import ClassVar
 import jax
 
 from fnet import layers as nn
-from fnet.models._images import ImageInput
-from fnet.models._vit import (
+from fnet.models.vision._vit import (
     ENCODER,
     IRRELEVANT,
     POOLER,
@@ -21,6 +20,7 @@ from fnet.models._vit import (
     sizes,
 )
 from fnet.models.weights._config import transformers
+from fnet.models.weights._images import ImageInput
 from fnet.models.weights._labels import labels
 from fnet.models.weights._timm_config import timm
 from fnet.models.weights._weight_names import Names, Rule, torch

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.models._images import CAFFE, TORCHVISION
 from fnet.models._model import Model
+from fnet.models.weights._images import CAFFE, TORCHVISION
 from fnet.models.weights._timm_config import name_of, timm
 from fnet.models.weights._weight_names import Names, keras, torch
 

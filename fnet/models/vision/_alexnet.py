@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.models._images import TORCHVISION
 from fnet.models._model import Model
+from fnet.models.weights._images import TORCHVISION
 from fnet.models.weights._weight_names import Names, flattened, torch
 
 

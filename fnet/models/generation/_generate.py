@@ -17,7 +17,7 @@ from fnet import transforms as ft
 from fnet.layers._explicit import automatic, like
 from fnet.layers._sizes import at_most, integers, sized
 from fnet.models._blocks import unstack
-from fnet.models.text._sampling import Sampling, is_sampled, penalized, pick, sampling
+from fnet.models.generation._sampling import Sampling, is_sampled, penalized, pick, sampling
 
 _SMALLEST = (
     16  # programs are compiled for lengths that are powers of two; this is the smallest length

@@ -12,8 +12,8 @@ from jax import lax
 
 from fnet import layers as nn
 from fnet.layers._explicit import automatic, like
-from fnet.models.text import _generate
-from fnet.models.text._sampling import sampling
+from fnet.models.generation import _generate
+from fnet.models.generation._sampling import sampling
 
 _NEVER = -1e9  # the score of an invalid text
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from fnet import layers as nn
-from fnet.models.text import _tokenizer_config
-from fnet.models.text._stream import pieces
+from fnet.models.generation._stream import pieces
+from fnet.models.tokenizers import _tokenizer_config
 from fnet.models.weights._config import read as read_json
 from fnet.models.weights._files import SMALL, contents
 
@@ -161,7 +161,7 @@ class ChatTemplate:
             field = "content" if continue_final_message is True else continue_final_message
             continued, messages[-1] = _marked(messages[-1], field, template)
         try:
-            from fnet.models.text import _sandbox
+            from fnet.models.tokenizers import _sandbox
         except ModuleNotFoundError:
             raise ModuleNotFoundError(
                 "chat templates need jinja2, which is not installed: pip install 'fnet[chat]'"

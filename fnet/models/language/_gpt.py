@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.layers._sizes import at_most, sized
 from fnet.models._blocks import Blocks
-from fnet.models._decoder import ACTIVATIONS
-from fnet.models._decoder_configs import Count, Flag, Number, activation
 from fnet.models._model import LanguageModel
+from fnet.models.language.decoder._configs import Count, Flag, Number, activation
+from fnet.models.language.decoder._decoder import ACTIVATIONS
 from fnet.models.weights._config import Must, Use, transformers
 from fnet.models.weights._torch_layers import fused, qkv, torch_layers
 from fnet.models.weights._weight_names import SAME, Names, Spare, Tied, torch

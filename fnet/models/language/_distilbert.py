@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 
 from fnet import layers as nn
-from fnet.models._bert import ALIASES, Bert, architectures, heads_of, tied
+from fnet.models.language._bert import ALIASES, Bert, architectures, heads_of, tied
 from fnet.models.weights._config import Fields, Must, Use, transformers
 from fnet.models.weights._labels import labels
 from fnet.models.weights._torch_layers import torch_layers

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from fnet import layers as nn
 from fnet.models._blocks import Blocks
-from fnet.models._decoder_configs import CONFIGS
-from fnet.models._decoder_names import NAMES
 from fnet.models._model import LanguageModel
+from fnet.models.language.decoder._configs import CONFIGS
+from fnet.models.language.decoder._names import NAMES
 from fnet.models.weights import _llama2c
 
 ACTIVATIONS: dict[str, Callable] = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fnet.models.text import _tokenizer_config as config_file
+from fnet.models.tokenizers import _tokenizer_config as config_file
 from fnet.models.weights._config import Config, Fields, Must, read
 from fnet.models.weights._files import LARGEST, SMALL, check_count, contents
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fnet.models._rope_config import (
+from fnet.models.language.decoder._rope_config import (
     FULL,
     SLIDING,
     collapsed,

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from fnet.models.text import _tokenizer_config
-from fnet.models.text._tokenizers import clean_up, in_range
-from fnet.models.text._unicode import category, decomposed, lower
+from fnet.models.tokenizers import _tokenizer_config
+from fnet.models.tokenizers._tokenizers import clean_up, in_range
+from fnet.models.tokenizers._unicode import category, decomposed, lower
 from fnet.models.weights._files import SMALL, check_count, contents
 
 # Code points that are Chinese characters, each a separate word, for the library tokenizers. (BERT's

@@ -12,10 +12,10 @@ import numpy as np
 from jax.nn import initializers
 
 from fnet import layers as nn
-from fnet.models._bert import Encoded
-from fnet.models._images import ImageInput
-from fnet.models._vit import CLASSIFIER, ENCODER, IRRELEVANT, ViT, gelu, sizes
+from fnet.models.language._bert import Encoded
+from fnet.models.vision._vit import CLASSIFIER, ENCODER, IRRELEVANT, ViT, gelu, sizes
 from fnet.models.weights._config import Fields, Must, Use, transformers
+from fnet.models.weights._images import ImageInput
 from fnet.models.weights._labels import labels
 from fnet.models.weights._torch_layers import fused, torch_layers
 from fnet.models.weights._weight_names import Names, Rule, Spare

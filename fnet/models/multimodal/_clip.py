@@ -12,11 +12,11 @@ from jax.nn import initializers
 from fnet import layers as nn
 from fnet.layers._explicit import like
 from fnet.layers._sizes import at_most
-from fnet.models._bert import Encoded
-from fnet.models._images import ImageInput
 from fnet.models._model import Model
-from fnet.models._vit import encoder_block, gelu
+from fnet.models.language._bert import Encoded
+from fnet.models.vision._vit import encoder_block, gelu
 from fnet.models.weights._config import SKIP, Config, Fields, Must, Use, transformers
+from fnet.models.weights._images import ImageInput
 from fnet.models.weights._torch_layers import torch_layers
 from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare, torch
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fnet.models import _rope
+from fnet.models.language.decoder import _rope
 from fnet.models.weights._config import SKIP, Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fnet.models.text._unicode import category
+from fnet.models.tokenizers._unicode import category
 from fnet.models.weights._config import Config, Fields, Must, read, same
 from fnet.models.weights._files import LARGEST
 

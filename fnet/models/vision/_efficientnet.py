@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.models._images import ImageInput
-from fnet.models._mobilenet import _divisible, _torch
 from fnet.models._model import Model
+from fnet.models.vision._mobilenet import _divisible, _torch
 from fnet.models.weights._config import Fields, Must, Use, transformers
+from fnet.models.weights._images import ImageInput
 from fnet.models.weights._labels import labels
 from fnet.models.weights._timm_config import name_of, timm
 from fnet.models.weights._weight_names import Names, torch

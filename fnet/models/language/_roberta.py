@@ -9,7 +9,15 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.models._bert import ALIASES, COMMON, ENCODER, IRRELEVANT, Bert, architectures, heads_of
+from fnet.models.language._bert import (
+    ALIASES,
+    COMMON,
+    ENCODER,
+    IRRELEVANT,
+    Bert,
+    architectures,
+    heads_of,
+)
 from fnet.models.weights._config import Fields, Use, transformers
 from fnet.models.weights._labels import labels
 from fnet.models.weights._weight_names import Names, torch

@@ -1,0 +1,1 @@
+"""Generation of text: sampling, beam search and streams."""
