@@ -141,7 +141,7 @@ def weights_notes(path):
     The returned dict contains the path of the pretrained weights. For weights from the Hugging Face
     Hub, the returned dict also contains the commit of the weights.
     """
-    from fnet.models.weights import pretrained  # here, because most scripts load no models
+    from fnet.models import pretrained  # here, because most scripts load no models
 
     commit = pretrained.revision(path)
     return {"weights": str(path)} | ({} if commit is None else {"weights_revision": commit})

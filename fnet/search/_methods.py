@@ -20,7 +20,7 @@ from fnet import transforms as ft
 from fnet.search import _members as _state
 from fnet.search._identity import of_population
 from fnet.training import Mean, MemberMean
-from fnet.training._metrics import as_metrics
+from fnet.training.record._metrics import as_metrics
 
 METHODS = ("vmap", "split", "loop")
 _ROUNDS, _SECONDS = (

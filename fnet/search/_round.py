@@ -15,8 +15,8 @@ from fnet import _jax
 from fnet.search._identity import digest, program
 from fnet.search._population import Population, population
 from fnet.training import Mean
-from fnet.training._averaging import widened
-from fnet.training._metrics import as_metrics
+from fnet.training.optim._averaging import widened
+from fnet.training.record._metrics import as_metrics
 
 
 class Round:

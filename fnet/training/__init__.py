@@ -6,28 +6,12 @@ resumes an interrupted run exactly.
 """
 
 from fnet.training import _flags as flags
-from fnet.training import _plots as plots
 from fnet.training import _presets as presets
-from fnet.training._averaging import AverageState, average_weights, averaged_weights
 from fnet.training._batch_statistics import batch_statistics
 from fnet.training._by_layer import by_layer
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
 from fnet.training._decays import decays
-from fnet.training._logs import Logger, LogWarning, read_metrics
-from fnet.training._media import Histogram, Image, Text
-from fnet.training._metrics import Mean, MemberMean, Total, confusion, evaluator, mean
-from fnet.training._optimizers import (
-    OPTIMIZERS,
-    SCHEDULES,
-    LookaheadState,
-    NamedOptimizer,
-    lookahead,
-    optimizer,
-    schedule,
-)
-from fnet.training._predictions import save_predictions
 from fnet.training._state import TrainState
-from fnet.training._svrg import SVRGState, refresh_anchor, svrg
 from fnet.training._train import train
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._load import Snapshot, load, restore
@@ -55,6 +39,22 @@ from fnet.training.loop._fit import fit
 from fnet.training.loop._memory import OutOfMemory
 from fnet.training.loop._nonfinite import Diverged
 from fnet.training.loop._progress import Progress, duration
+from fnet.training.optim._averaging import AverageState, average_weights, averaged_weights
+from fnet.training.optim._optimizers import (
+    OPTIMIZERS,
+    SCHEDULES,
+    LookaheadState,
+    NamedOptimizer,
+    lookahead,
+    optimizer,
+    schedule,
+)
+from fnet.training.optim._svrg import SVRGState, refresh_anchor, svrg
+from fnet.training.record import _plots as plots
+from fnet.training.record._logs import Logger, LogWarning, read_metrics
+from fnet.training.record._media import Histogram, Image, Text
+from fnet.training.record._metrics import Mean, MemberMean, Total, confusion, evaluator, mean
+from fnet.training.record._predictions import save_predictions
 
 __all__ = [
     "OPTIMIZERS",

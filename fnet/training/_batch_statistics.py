@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet.training._averaging import widened
+from fnet.training.optim._averaging import widened
 
 _NEAR = 1e-3
 _NO_AVERAGE = 1 - 1e-6  # a leaf that keeps so much of its old value counts or stays

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from fnet.training._averaging import averages, narrowed, widened
+from fnet.training.optim._averaging import averages, narrowed, widened
 
 
 @struct.dataclass

@@ -13,10 +13,10 @@ import optax
 
 from fnet import transforms as ft
 from fnet.layers import Layer
-from fnet.training._metrics import evaluator, mean
 from fnet.training._state import TrainState
 from fnet.training.data._arrays import as_arrays
 from fnet.training.loop._fit import fit
+from fnet.training.record._metrics import evaluator, mean
 
 WEIGHT = "weight"
 

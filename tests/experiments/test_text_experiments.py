@@ -283,7 +283,7 @@ def test_weights_come_first_and_a_text_needs_no_newline(
     (tmp_path / "input.txt").write_text("abcdefgh" * 60)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "fnet.training._plots.curves",
+            "fnet.training.record._plots.curves",
             lambda *_, **__: warnings.warn("a glyph is missing", stacklevel=1),
         )
         assert run(f"--data_dir={tmp_path}") == 1

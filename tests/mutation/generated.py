@@ -1,7 +1,7 @@
 """Mutants: every small change of the code that a program can make by itself, from which a seed
 draws some.
 
-    python -m tests.mutation --generate=150 --since=COMMIT fnet/export fnet/training/_optimizers.py
+    python -m tests.mutation --generate=150 --since=COMMIT fnet/export fnet/training/optim/_optimizers.py
 
 Candidates are the lines of fnet/ that changed since COMMIT, and all lines of the named modules and
 folders. The seed is the hash of the checked-out commit, so nobody chooses the mutants, and whoever

@@ -26,9 +26,9 @@ import numpy as np
 import optax
 
 from fnet import training as tr
-from fnet.training import _logs
 from fnet.training.checkpoints import _manifest
 from fnet.training.loop import _run
+from fnet.training.record import _logs
 
 RNG = np.random.default_rng(0)
 DATA = {

@@ -20,8 +20,8 @@ import optax
 import pytest
 
 from fnet import training as tr
-from fnet.training import _logs
 from fnet.training.loop import _signals
+from fnet.training.record import _logs
 
 TX = optax.sgd(0.1)
 X = np.linspace(0, 1, 16, dtype=np.float32)

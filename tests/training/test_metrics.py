@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fnet import training as tr
-from fnet.training import _metrics
+from fnet.training.record import _metrics
 
 RNG = np.random.default_rng(1)
 

@@ -10,11 +10,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fnet.training._averaging import narrowed
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._reading import CheckpointError
 from fnet.training.checkpoints._storage import location
 from fnet.training.checkpoints._workdir import CHECKPOINTS
+from fnet.training.optim._averaging import narrowed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from fnet.training._config import CONFIG
-from fnet.training._logs import EVENTS, METRICS, NOTES
 from fnet.training.checkpoints import _append
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._storage import StorePath, location
+from fnet.training.record._logs import EVENTS, METRICS, NOTES
 
 CHECKPOINTS, PLAN = "checkpoints", "plan.txt"
 

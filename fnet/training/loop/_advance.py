@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from fnet.training import _metrics
 from fnet.training.loop import _contract, _nonfinite
+from fnet.training.record import _metrics
 
 
 def function(

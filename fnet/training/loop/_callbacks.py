@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from fnet.training import _metrics
-from fnet.training._media import MEDIA
 from fnet.training.loop import _ending
 from fnet.training.loop._signals import GRACE, Stopping
+from fnet.training.record import _metrics
+from fnet.training.record._media import MEDIA
 
 if TYPE_CHECKING:
     from fnet.training.loop._run import Run

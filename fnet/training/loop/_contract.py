@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from fnet.training import _metrics
-from fnet.training._media import MEDIA
 from fnet.training.checkpoints import _leaves
+from fnet.training.record import _metrics
+from fnet.training.record._media import MEDIA
 
 
 def traced(step: Callable) -> Callable:

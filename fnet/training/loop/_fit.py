@@ -17,7 +17,6 @@ import numpy as np
 from fnet.parallel import Plan
 from fnet.training._config import save_config
 from fnet.training._direction import direction
-from fnet.training._logs import Logger
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._storage import StorePath, location
 from fnet.training.checkpoints._workdir import CHECKPOINTS, PLAN, remove_logs
@@ -31,6 +30,7 @@ from fnet.training.loop._progress import Progress
 from fnet.training.loop._recovery import NONFINITE
 from fnet.training.loop._run import Run
 from fnet.training.loop._signals import Stopping, signals
+from fnet.training.record._logs import Logger
 
 
 def fit(

@@ -14,9 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.parallel import Plan
-from fnet.training import _metrics
-from fnet.training._logs import Logger
-from fnet.training._media import MEDIA
 from fnet.training.checkpoints import _leaves
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.data._arrays import checked_integers
@@ -44,6 +41,9 @@ from fnet.training.loop._progress import Progress, duration
 from fnet.training.loop._signals import Signals, Stopping
 from fnet.training.loop._spread import Spread
 from fnet.training.loop._utilization import utilization
+from fnet.training.record import _metrics
+from fnet.training.record._logs import Logger
+from fnet.training.record._media import MEDIA
 
 _IN_FLIGHT = 2  # steps that the device may be behind the host, which limits the time to stop
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from fnet.parallel import Plan
 from fnet.parallel._local_batches import LocalBatches
-from fnet.training._metrics import placed
+from fnet.training.record._metrics import placed
 
 
 class Spread:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from fnet.training._media import MEDIA, hyperparameters
 from fnet.training.checkpoints import _append
 from fnet.training.checkpoints._storage import StorageError, StorePath, location
+from fnet.training.record._media import MEDIA, hyperparameters
 
 METRICS, EVENTS, NOTES = "metrics.jsonl", "tensorboard", "events.jsonl"
 

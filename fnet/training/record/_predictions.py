@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fnet.training._media import Image, _png
 from fnet.training.checkpoints._storage import write_whole
+from fnet.training.record._media import Image, _png
 
 PREDICTIONS = "predictions.json"
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from fnet.training._averaging import widened
 from fnet.training._axes import Axes
 from fnet.training._by_layer import each_layer
 from fnet.training._decays import decays
 from fnet.training._meaning import meaning
+from fnet.training.optim._averaging import widened
 
 Schedule = Callable[[Any], Any]
 

@@ -1,0 +1,1 @@
+"""Optimizers, SVRG and averages of weights."""

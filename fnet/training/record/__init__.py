@@ -1,0 +1,1 @@
+"""What a run leaves: logs, media, plots, predictions and metrics."""
