@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 from benchmarks._harness import header, table
+from fnet import federated
 from fnet import layers as nn
-from fnet.search import federated
 
 ROUNDS, CLIENTS, IMAGES, BATCH = 5, 2, 600, 10
 STEPS = CLIENTS * IMAGES // BATCH

@@ -24,10 +24,9 @@ import numpy as np
 import optax
 from absl import flags
 
+from fnet import federated, models
 from fnet import layers as nn
-from fnet import models
 from fnet import training as tr
-from fnet.search import federated
 
 option = tr.flags.option
 

@@ -3,7 +3,7 @@
 A model is a function of a plain parameter tree (`fnet.layers`). `fnet.transforms` contains function
 transformations for models, such as the conversion to mixed precision. `fnet.hardware` describes
 chips and selects the dtypes that suit each chip. The packages `fnet.compress`, `fnet.cost`,
-`fnet.export`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`, `fnet.search`,
+`fnet.export`, `fnet.federated`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`, `fnet.search`,
 `fnet.serve` and `fnet.training` are imported on first use.
 """
 
@@ -13,13 +13,25 @@ from typing import TYPE_CHECKING
 from fnet import hardware, layers, transforms
 
 if TYPE_CHECKING:  # for editors
-    from fnet import compress, cost, introspect, models, parallel, report, search, serve, training
+    from fnet import (
+        compress,
+        cost,
+        federated,
+        introspect,
+        models,
+        parallel,
+        report,
+        search,
+        serve,
+        training,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "compress",
     "cost",
     "export",
+    "federated",
     "hardware",
     "introspect",
     "layers",
@@ -35,6 +47,7 @@ _LAZY = (
     "compress",
     "cost",
     "export",
+    "federated",
     "introspect",
     "models",
     "parallel",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 MOVED = {
     "export.serve": "serve",
+    "search.federated": "federated",
     "hardware.Cost": "cost.Cost",
     "hardware.Count": "cost.Count",
     "hardware.Matmul": "cost.Matmul",
@@ -23,16 +26,26 @@ MOVED = {
 }
 
 
+class _Alias(types.ModuleType):
+    """A module under its old name, for `import fnet.export.serve`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"fnet.{MOVED[self.__name__[5:]]}"), name)
+
+
 def moved_from(package: str) -> Callable[[str], Any]:
     """Returns the `__getattr__` of a package, which finds the names that moved away from it."""
     short = package.removeprefix("fnet.")
+    for old, new in MOVED.items():
+        if "." not in new and old.startswith(f"{short}."):
+            sys.modules[f"fnet.{old}"] = _Alias(f"fnet.{old}")
 
     def find(name: str) -> Any:
         if (new := MOVED.get(f"{short}.{name}")) is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        package_of, _, attribute = new.rpartition(".")
-        if not package_of:
+        if "." not in new:
             return importlib.import_module(f"fnet.{new}")
-        return getattr(importlib.import_module(f"fnet.{package_of}"), attribute)
+        module, _, attribute = new.rpartition(".")
+        return getattr(importlib.import_module(f"fnet.{module}"), attribute)
 
     return find

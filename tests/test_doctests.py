@@ -30,6 +30,8 @@ IMPORTED = {
     "parallel": fnet.parallel,
     "compress": fnet.compress,
     "export": fnet.export,
+    "federated": fnet.federated,
+    "serve": fnet.serve,
     "introspect": fnet.introspect,
     "report": fnet.report,
     "search": fnet.search,

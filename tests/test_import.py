@@ -37,12 +37,15 @@ print(lazy, [getattr(fnet, name).__name__ for name in lazy])
 """
     names = [
         "compress",
+        "cost",
         "export",
+        "federated",
         "introspect",
         "models",
         "parallel",
         "report",
         "search",
+        "serve",
         "training",
     ]
     assert _run(code) == f"{names} {[f'fnet.{name}' for name in names]}"

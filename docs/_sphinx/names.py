@@ -20,7 +20,7 @@ PACKAGES = (
     "serve",
     "report",
     "search",
-    "search.federated",
+    "federated",
 )
 
 

@@ -79,7 +79,7 @@ def define(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fnet.search import _sweep
+    from fnet.search.sweep import _sweep
 
     if args.workers < 1 or (args.trials is not None and args.trials < 1):
         raise ValueError(

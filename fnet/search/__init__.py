@@ -1,5 +1,4 @@
-"""Trains many models at the same time (populations), searches for hyperparameters, and trains by
-federated averaging.
+"""Trains many models at the same time (populations), and searches for hyperparameters.
 
 A population trains like one model:
 
@@ -8,7 +7,7 @@ A population trains like one model:
     state = tr.fit(step_n, state, batches, steps=1000)
 """
 
-from fnet.search import federated
+from fnet._moved import moved_from
 from fnet.search._halving import Halving, halving, hyperband
 from fnet.search._memory import Fits, fits
 from fnet.search._methods import Methods
@@ -33,7 +32,6 @@ __all__ = [
     "each_member",
     "evolve",
     "feasible",
-    "federated",
     "fits",
     "halving",
     "hyperband",
@@ -43,3 +41,5 @@ __all__ = [
     "sobol",
     "take",
 ]
+
+__getattr__ = moved_from(__name__)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from fnet import search
+from fnet import federated, search
 from fnet import training as tr
 from fnet.search import _identity
 
@@ -588,5 +588,5 @@ def test_a_search_over_other_initial_values_is_another_search(tmp_path):
 def test_federated_data_that_differ_in_the_last_client():
     parts = [np.zeros((400, 100), np.float32) for _ in range(3)]
     other = [*parts[:2], parts[2] + np.float32(1)]
-    made = [search.federated.clients([{"x": x} for x in each]).data for each in (parts, other)]
+    made = [federated.clients([{"x": x} for x in each]).data for each in (parts, other)]
     assert _identity.digest(made[0]) != _identity.digest(made[1])

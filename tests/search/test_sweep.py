@@ -16,7 +16,7 @@ import pytest
 from fnet import search
 from fnet.cli import _sweep as command_line
 from fnet.cli import main
-from fnet.search import _sweep, _sweep_page
+from fnet.search.sweep import _page, _sweep
 
 # An experiment without fnet, which is quick: it logs each step, resumes after the last one, and
 # says when it begins.
@@ -282,7 +282,7 @@ def test_a_sweep_without_validation_data_says_so(files, capsys):
 
 def test_values_of_different_metrics_are_not_compared():
     trials = [Result(0, 0.5), Result(1, 0.9, "validation/accuracy", "max"), Result(2, 0.4)]
-    assert _sweep_page.best(trials).index == 2 and len(_sweep_page.finished(trials)) == 2
+    assert _page.best(trials).index == 2 and len(_page.finished(trials)) == 2
 
 
 def test_choices_of_other_types_are_another_sweep(files):
@@ -310,13 +310,13 @@ def test_importance():
         a=search.Uniform(0, 1), b=search.Uniform(0, 1), c=search.Choice(("x", "y"))
     )
     points = space.sobol(64, seed=0)
-    shares = _sweep_page.importance(points, [p["a"] ** 2 for p in points], space)
+    shares = _page.importance(points, [p["a"] ** 2 for p in points], space)
     assert shares["a"][0] > 0.8 and shares["b"][0] < 0.1 and shares["c"][0] < 0.1
     assert shares["a"][1] < 0.01 and shares["b"][1] > 0.05 and shares["c"][1] > 0.05
-    only = _sweep_page.importance(points, [float(p["c"] == "x") for p in points], space)
+    only = _page.importance(points, [float(p["c"] == "x") for p in points], space)
     assert only["c"] == pytest.approx((1, 0.003))
-    assert _sweep_page.importance(points[:1], [1.0], space) == dict.fromkeys("abc", (0.0, 1.0))
-    assert _sweep_page.importance(points, [2.0] * 64, space) == dict.fromkeys("abc", (0.0, 1.0))
+    assert _page.importance(points[:1], [1.0], space) == dict.fromkeys("abc", (0.0, 1.0))
+    assert _page.importance(points, [2.0] * 64, space) == dict.fromkeys("abc", (0.0, 1.0))
 
 
 def test_the_importance_of_noise_is_not_significant():
@@ -328,14 +328,14 @@ def test_the_importance_of_noise_is_not_significant():
     )
     rng, large, called = np.random.default_rng(0), 0, 0
     for seed in range(60):
-        shares = _sweep_page.importance(space.random(6, seed=seed), rng.random(6), space)
+        shares = _page.importance(space.random(6, seed=seed), rng.random(6), space)
         large += max(share for share, _ in shares.values()) > 0.5
         called += min(p for _, p in shares.values()) <= 0.05
     assert large > 10 and called <= 6
     points = space.sobol(24, seed=1)
-    shares = _sweep_page.importance(
+    shares = _page.importance(
         points, [space["a"].where(p["a"]) + 0.1 * rng.random() for p in points], space
     )
     assert [name for name, (_, p) in shares.items() if p <= 0.05] == ["a"]
-    bars = _sweep_page._bars({"noise": (0.87, 0.4), "signal": (0.3, 0.001)})
+    bars = _page._bars({"noise": (0.87, 0.4), "signal": (0.3, 0.001)})
     assert bars.index("signal") < bars.index("noise") and "87% not significant, p = 0.4" in bars

@@ -28,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnet.search import _sweep_page
 from fnet.search._space import Space
+from fnet.search.sweep import _page
 from fnet.training import read_metrics
 from fnet.training._direction import direction
 from fnet.training.checkpoints._lock import Lock, Locked
@@ -163,7 +163,7 @@ class Sweep:
             return self.space.random(index + 1, seed=seed)[-1]
         if kind == "bayesian" and index >= _STARTUP:
             model = Bayesian(self.space, seed=seed + index)
-            finished = _sweep_page.finished(trials)
+            finished = _page.finished(trials)
             ended = [(trial.params, trial.result["value"]) for trial in finished]
             sign = -1.0 if finished and finished[0].result["mode"] == "min" else 1.0
             model.tell([params for params, _ in ended], [sign * value for _, value in ended])
@@ -323,7 +323,7 @@ def _work(sweep, deadline, most):
             else result["reason"]
         )
         print(f"trial {trial.index}: {shown}  ({_said(trial.params)})", flush=True)
-        _sweep_page.write(sweep)
+        _page.write(sweep)
         ended = [each.result for each in sweep.trials() if each.result]
         if len(ended) >= 3 and all(each["status"] == "failed" for each in ended):
             raise ValueError(
@@ -391,8 +391,8 @@ def _finished(workdir) -> bool:
 
 def _report(sweep) -> Trial | None:
     """Writes the HTML page of a sweep, and prints the best configuration as a command."""
-    path = _sweep_page.write(sweep)
-    best = _sweep_page.best(sweep.trials())
+    path = _page.write(sweep)
+    best = _page.best(sweep.trials())
     print(f"{path}: {len(sweep.trials())} trials")
     if best is not None:
         metric = best.result["metric"]

@@ -2,7 +2,7 @@
 
 Run it with:
 
-    python tests/search/two_processes.py PORT PROCESS COUNT FOLDER
+    python tests/federated/two_processes.py PORT PROCESS COUNT FOLDER
 """
 
 import json
@@ -18,9 +18,8 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from fnet import parallel  # noqa: E402
+from fnet import federated, parallel  # noqa: E402
 from fnet import training as tr  # noqa: E402
-from fnet.search import federated  # noqa: E402
 
 
 def loss(params, batch, weight, key):

@@ -1,16 +1,4 @@
-"""Federated averaging: clients train on their own data, and a server combines their changes of the
-parameters.
-
-A round trains the clients and combines their changes:
-
-    from fnet.search import federated
-
-    data = federated.clients(parts)                        # a tree of arrays for each client, of any length
-    local = federated.local(loss, optax.sgd(0.1))
-    round = federated.fedavg(local, data, server=optax.sgd(1.0), sampled=10, epochs=5, batch_size=10)
-    state = federated.init(jax.random.key(0), params, optax.sgd(1.0))
-    state = tr.fit(round, state, federated.no_batches, steps=20)
-"""
+"""Rounds of federated averaging (McMahan et al., 2017): what a client computes, and what the server combines."""
 
 from __future__ import annotations
 
@@ -25,10 +13,8 @@ import optax
 from flax import struct
 
 from fnet import transforms as ft
-from fnet.search._round import Round
+from fnet.federated._round import Round
 from fnet.training import Mean
-
-__all__ = ["Clients", "FederatedState", "Local", "clients", "fedavg", "init", "local", "no_batches"]
 
 
 @struct.dataclass
@@ -44,7 +30,7 @@ class FederatedState:
         examples, and the clients that do not answer.
       bytes: the number of bytes that the server has sent and received so far, a float32 scalar.
 
-    >>> state = search.federated.init(jax.random.key(0), {"w": jnp.zeros(3)}, optax.sgd(1.0))
+    >>> state = federated.init(jax.random.key(0), {"w": jnp.zeros(3)}, optax.sgd(1.0))
     >>> int(state.step), float(state.bytes)
     (0, 0.0)
     """
@@ -65,7 +51,7 @@ class Clients:
         number of examples of a client.
       sizes: the number of examples of each client, an int32 array [clients].
 
-    >>> search.federated.clients([{"x": np.zeros((3, 2))}, {"x": np.ones((5, 2))}]).sizes.tolist()
+    >>> federated.clients([{"x": np.zeros((3, 2))}, {"x": np.ones((5, 2))}]).sizes.tolist()
     [3, 5]
     """
 
@@ -118,7 +104,7 @@ def init(key: jax.Array, params: Any, server: optax.GradientTransformation) -> F
       params: the initial parameters.
       server: the server's optimizer, as for `fedavg`.
 
-    >>> int(search.federated.init(jax.random.key(0), jnp.zeros(2), optax.sgd(1.0)).step)
+    >>> int(federated.init(jax.random.key(0), jnp.zeros(2), optax.sgd(1.0)).step)
     0
     """
     return FederatedState(
@@ -129,7 +115,7 @@ def init(key: jax.Array, params: Any, server: optax.GradientTransformation) -> F
 def no_batches(step: int) -> np.ndarray:
     """Returns an empty batch for `tr.fit`, because the clients have their own data.
 
-    >>> search.federated.no_batches(0).shape
+    >>> federated.no_batches(0).shape
     (0,)
     """
     return np.zeros(0, np.float32)
@@ -147,7 +133,7 @@ class Local(NamedTuple):
 
     >>> def step(carry, batch, weight, key, server):
     ...     return (carry[0] - 0.5 * ((carry[0] - batch) * weight).sum() / weight.sum(),), {}
-    >>> local = search.federated.Local(lambda params: (params,), step)
+    >>> local = federated.Local(lambda params: (params,), step)
     """
 
     init: Callable
@@ -182,7 +168,7 @@ def local(
           without `clip`.
 
     >>> loss = lambda w, batch, weight, key: ((w - batch) ** 2 * weight).sum() / weight.sum()
-    >>> private = search.federated.local(loss, optax.sgd(0.1), clip=1.0, noise=0.5)
+    >>> private = federated.local(loss, optax.sgd(0.1), clip=1.0, noise=0.5)
     """
     if proximal < 0 or noise < 0 or (clip is not None and clip <= 0):
         raise ValueError(
@@ -294,9 +280,9 @@ def fedavg(
 
     >>> def local_step(w, batch, weight, key):
     ...     return w - 0.5 * ((w - batch) * weight).sum() / weight.sum(), {}
-    >>> data = search.federated.clients([np.zeros(3, np.float32), np.full(1, 4, np.float32)])
-    >>> round = search.federated.fedavg(local_step, data, server=optax.sgd(1.0), sampled=2)
-    >>> state, metrics = round(search.federated.init(jax.random.key(0), jnp.float32(0), optax.sgd(1.0)))
+    >>> data = federated.clients([np.zeros(3, np.float32), np.full(1, 4, np.float32)])
+    >>> round = federated.fedavg(local_step, data, server=optax.sgd(1.0), sampled=2)
+    >>> state, metrics = round(federated.init(jax.random.key(0), jnp.float32(0), optax.sgd(1.0)))
     >>> float(state.params)                        # the clients reach 0 and 2; they have 3 examples and 1
     0.5
     """

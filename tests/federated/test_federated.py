@@ -13,10 +13,8 @@ import numpy as np
 import optax
 import pytest
 
-from fnet import search
+from fnet import federated
 from fnet import training as tr
-
-federated = search.federated
 
 
 def parts(sizes, dtype="float64"):
