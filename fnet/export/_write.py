@@ -21,7 +21,7 @@ import numpy as np
 
 from fnet import _jax, jaxpr
 from fnet.export import _examples, _stable
-from fnet.export._program import PLATFORMS
+from fnet.export._entry import PLATFORMS
 from fnet.export.standalone import (
     _interpret,
     _loaded,

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from fnet.export.standalone import _signature
-
-if TYPE_CHECKING:
-    from fnet.serve._model import Model
 
 _SIZES = 3, 5, 2, 4, 8, 16, 32, 64, 128, 224, 1  # tried for axes of any size
 _SCALES = 1.0, 0.1, 3.0  # of the drawn floating-point inputs
@@ -25,12 +22,33 @@ _NATURAL = 4  # unpadded sizes for which padding is tested
 _SMALL = 3  # rows of the batches in which each hostile row meets each position
 
 
+class Served(Protocol):
+    """What the tests use of a model of the server."""
+
+    bundle: Any
+    entry: str
+    inputs: list
+    outputs: list
+    rows_name: str
+    variables: Sequence[str]
+    constraints: Sequence[str]
+    pad: Mapping[str, tuple[int, ...]]
+    tolerance: float
+    rounding: float
+    sizes: Callable
+    allows: Callable
+    drawn: Callable
+    padded: Callable
+    cut: Callable
+    run: Callable
+
+
 class Dependent(ValueError):
     """Raised if other rows or padding change an output, and also if the test cannot show that they
     do not."""
 
 
-def check_rows(model: Model, max_batch: int) -> None:
+def check_rows(model: Served, max_batch: int) -> None:
     """Tests that the rows of a batch are independent.
 
     Every row is computed alone, then among other rows: at each batch size that the server uses and
@@ -61,7 +79,7 @@ def check_rows(model: Model, max_batch: int) -> None:
         _require_information(model, rows.alone, "other rows")
 
 
-def check_padding(model: Model) -> None:
+def check_padding(model: Served) -> None:
     """Tests that the padding of each size variable in `model.pad` leaves the outputs alone, at
     sizes that need padding.
 
@@ -148,7 +166,7 @@ class _Rows:
     """Rows whose outputs are known because each was computed alone, and hostile rows to put beside
     them."""
 
-    def __init__(self, model: Model, sizes: Mapping[str, int]):
+    def __init__(self, model: Served, sizes: Mapping[str, int]):
         self.model = model
         one = {**sizes, model.rows_name: 1}
         drawn = [model.drawn(one, scale, seed) for seed, scale in enumerate((*_SCALES, 1.0, 1.0))]
@@ -270,7 +288,7 @@ def _close(got: np.ndarray, want: np.ndarray, tolerance: float) -> bool:
     return bool((np.abs(got[finite] - want[finite]) <= allowed).all())  # False for NaN
 
 
-def _read(model: Model) -> tuple[bool, bool]:
+def _read(model: Served) -> tuple[bool, bool]:
     """Returns whether a program has while loops, and whether it computes with its number of rows.
     Without a stable form, the text of the program tells only about loops, and every batch size must
     be tested."""
@@ -301,7 +319,7 @@ def _operations(data: Any) -> Iterator[tuple[str, Any]]:
 # Sizes.
 
 
-def _assigned(model: Model, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def _assigned(model: Served, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yields values of all size variables that satisfy the constraints of the model and agree with
     `fixed`."""
     names = sorted({*model.variables, *([model.rows_name] if model.rows_name else [])} - set(fixed))
@@ -311,7 +329,7 @@ def _assigned(model: Model, fixed: Mapping[str, int]) -> Iterator[dict[str, int]
             yield sizes
 
 
-def _several(model: Model) -> list[dict[str, int]]:
+def _several(model: Served) -> list[dict[str, int]]:
     """Returns one or two assignments of the sizes besides the number of rows. Padded sizes are
     those of the padding."""
     found: list[dict[str, int]] = []
@@ -337,7 +355,7 @@ def _several(model: Model) -> list[dict[str, int]]:
     return found[:2]
 
 
-def _natural(model: Model, names: set[str]) -> list[dict[str, int]]:
+def _natural(model: Served, names: set[str]) -> list[dict[str, int]]:
     """Returns sizes for which the server pads exactly the axes `names`: the ends of the ranges
     below the padded
     sizes. The list is empty if there are no such sizes."""
@@ -371,7 +389,7 @@ def _natural(model: Model, names: set[str]) -> list[dict[str, int]]:
     )
 
 
-def _stored(model: Model) -> list[tuple[dict[str, int], list[np.ndarray]]]:
+def _stored(model: Served) -> list[tuple[dict[str, int], list[np.ndarray]]]:
     """Returns the test inputs in the bundle with their sizes, or an empty list."""
     inputs, wanted = model.bundle.tests()[model.entry]
     if not wanted:

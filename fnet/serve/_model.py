@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fnet import transforms as ft
-from fnet.export import _rebuild
+from fnet.export import _evaluate
 from fnet.export.standalone import _signature
 from fnet.export.standalone._loaded import Bundle
 from fnet.serve import _independence
@@ -247,7 +247,7 @@ class Model:
             }
             _, sizes = _signature.bound(self.name, self.entry, self._description, (), named)
             return (
-                ft.tune(jax.jit(_rebuild.function(self.bundle, self.entry, sizes)))
+                ft.tune(jax.jit(_evaluate.function(self.bundle, self.entry, sizes)))
                 .lower(weights, arrays)
                 .compile()
             )

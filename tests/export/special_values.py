@@ -41,7 +41,7 @@ import numpy as np
 from jax import lax
 
 from fnet import export
-from fnet.export import _rebuild, _stable
+from fnet.export import _evaluate, _stable
 from fnet.export.standalone import _interpret
 
 COLUMNS = (
@@ -1652,7 +1652,7 @@ def _numpy(program, column):
 def _jax(program, column):
     traced, inputs = _traced(program, column)
     stable, constants, weights = _described(traced)
-    run = _rebuild.sized(stable, constants, _sizes(program, inputs))
+    run = _evaluate.sized(stable, constants, _sizes(program, inputs))
     compiled = (
         jax.jit(lambda *arrays: run.body(stable, list(arrays))).lower(*weights, *inputs).compile()
     )

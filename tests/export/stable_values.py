@@ -1019,9 +1019,9 @@ def by_numpy(program, constants, args):
 
 
 def by_jax(program, constants, args):
-    from fnet.export import _rebuild
+    from fnet.export import _evaluate
 
-    return jax.jit(lambda *args: _rebuild.sized(program, constants, {}).body(program, args))(*args)
+    return jax.jit(lambda *args: _evaluate.sized(program, constants, {}).body(program, args))(*args)
 
 
 def main():

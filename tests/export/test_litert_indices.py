@@ -7,7 +7,7 @@ import pytest
 import special_values
 
 from fnet import export
-from fnet.export import _rebuild
+from fnet.export import _evaluate
 from fnet.export.litert import _indices
 
 INDEXING = "gather", "scatter", "dynamic_slice", "dynamic_update_slice"
@@ -41,11 +41,11 @@ def as_in_an_export():
 def composed(program, column):
     traced, inputs = special_values._traced(program, column)
     stable, constants, weights = special_values._described(traced)
-    run = _rebuild.sized(
+    run = _evaluate.sized(
         stable,
         constants,
         special_values._sizes(program, inputs),
-        {**_rebuild.OPERATIONS, **_indices.OPERATIONS},
+        {**_evaluate.OPERATIONS, **_indices.OPERATIONS},
     )
     f = jax.jit(lambda *inputs: run.body(stable, [*weights, *inputs]))
     return lambda *inputs: [np.asarray(y) for y in f(*inputs)]
@@ -95,7 +95,7 @@ def test_too_many_updates_are_refused():
         v=export.spec("5000"),
     )
     stable, constants, weights = special_values._described(program)
-    run = _rebuild.sized(stable, constants, {}, {**_rebuild.OPERATIONS, **_indices.OPERATIONS})
+    run = _evaluate.sized(stable, constants, {}, {**_evaluate.OPERATIONS, **_indices.OPERATIONS})
     with pytest.raises(
         NotImplementedError,
         match="LiteRT: the operation 'scatter' of kind 'max' would compare 20000 "

@@ -13,7 +13,7 @@ import stable_values
 from jax import lax
 
 from fnet import export, jaxpr
-from fnet.export import _rebuild, _stable
+from fnet.export import _evaluate, _stable
 from fnet.export.standalone import _interpret
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -87,7 +87,7 @@ BY_JAX = {"shape"}
 
 
 def traced(program, constants, args):
-    jax.make_jaxpr(lambda *args: _rebuild.sized(program, constants, {}).body(program, args))(*args)
+    jax.make_jaxpr(lambda *args: _evaluate.sized(program, constants, {}).body(program, args))(*args)
 
 
 @pytest.mark.parametrize("evaluate, unused", [(stable_values.by_numpy, BY_NUMPY), (traced, BY_JAX)])
@@ -107,7 +107,7 @@ def test_every_recorded_option_is_read(evaluate, unused):
     read["scatter_apply"] |= read["scatter"]  # one function reads the options of both
     written["size"] = {"value"}  # of an axis with a symbolic size, in test_bundles.py
     read["size"] = {"value"}
-    assert set(written) == set(_rebuild.OPERATIONS) == set(_interpret.OPERATIONS)
+    assert set(written) == set(_evaluate.OPERATIONS) == set(_interpret.OPERATIONS)
     unread = {
         operation: names
         - read[operation]
@@ -156,7 +156,7 @@ def test_equations_have_the_recorded_parameters(key):
     """What `jax.make_jaxpr` shows of a rebuilt program is what it shows of the program."""
     program, constants, args = stable_values.stable(key, PARAMETERS)
     rebuilt = jax.make_jaxpr(
-        lambda *args: _rebuild.sized(program, constants, {}).body(program, args)
+        lambda *args: _evaluate.sized(program, constants, {}).body(program, args)
     )(*args)
     wanted = jaxpr.inlined(
         jax.make_jaxpr(lambda *args: jax.tree.leaves(PARAMETERS[key][0](*args)))(*args)

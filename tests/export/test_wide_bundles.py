@@ -8,7 +8,7 @@ import pytest
 from test_bundles import digits, opened
 
 from fnet import cli, export
-from fnet.export import _rebuild, _write
+from fnet.export import _evaluate, _write
 from fnet.serve._model import Model
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -125,7 +125,7 @@ def test_64_bits_inside_of_a_program(name, tmp_path):
             bundle(x),
             bundle.interpret("predict", x),
             Model("m", "1", bundle, "predict", 8, {}).compute([x])[0],
-            _rebuild.function(bundle, "predict", {"n": 2})(bundle.weights, [x])[0],
+            _evaluate.function(bundle, "predict", {"n": 2})(bundle.weights, [x])[0],
         ):
             same(got, want)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fnet.export import _rebuild
+from fnet.export import _evaluate
 from fnet.export.litert._values import Unsupported, _choose, _number
 
 _LARGEST = 2**26  # elements of the comparison of positions with updates
@@ -83,10 +83,10 @@ def _of_rows(options, shape, sizes, dropped) -> bool:
 def gather(run, options, types, x, indices):
     sizes, offset, (_, wanted) = run.shape(options["sizes"]), options["offset"], types[0]
     if 0 in (*x.shape, *wanted):
-        return _rebuild.OPERATIONS["gather"](run, options, types, x, indices)
+        return _evaluate.OPERATIONS["gather"](run, options, types, x, indices)
     starts, inside = _starts(options, x.shape, indices, sizes)
     if _of_rows(options, x.shape, sizes, options["collapsed"]):
-        y = _rebuild.OPERATIONS["gather"](run, {**options, "fill": None}, types, x, starts)
+        y = _evaluate.OPERATIONS["gather"](run, {**options, "fill": None}, types, x, starts)
     else:
         place = _places(options, x.shape, starts, sizes, options["collapsed"])
         y = x.reshape(-1).at[place].get(mode="promise_in_bounds")
@@ -98,12 +98,12 @@ def gather(run, options, types, x, indices):
         return y
     inside = inside.reshape([1 if i in offset else y.shape[i] for i in range(y.ndim)])
     return _choose(
-        jnp.broadcast_to(inside, y.shape), y, _number(y, _rebuild._number(options["fill"]))
+        jnp.broadcast_to(inside, y.shape), y, _number(y, _evaluate._number(options["fill"]))
     )
 
 
 def scatter(run, options, types, x, indices, updates):
-    native = lambda indices: _rebuild.OPERATIONS["scatter"](
+    native = lambda indices: _evaluate.OPERATIONS["scatter"](
         run, options, types, x, indices, updates
     )
     if options["kind"] == "apply" or 0 in (*x.shape, *updates.shape):
@@ -202,14 +202,14 @@ def _added(x, hit, updates):
 
 def dynamic_slice(run, options, types, x, *starts):
     sizes = run.shape(options["sizes"])
-    return _rebuild.OPERATIONS["dynamic_slice"](
+    return _evaluate.OPERATIONS["dynamic_slice"](
         run, options, types, x, *_within(x.shape, sizes, starts)
     )
 
 
 def dynamic_update_slice(run, options, types, x, update, *starts):
     starts = _within(x.shape, update.shape, starts)
-    return _rebuild.OPERATIONS["dynamic_update_slice"](run, options, types, x, update, *starts)
+    return _evaluate.OPERATIONS["dynamic_update_slice"](run, options, types, x, update, *starts)
 
 
 def _within(shape, sizes, starts):

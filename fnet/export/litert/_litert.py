@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from fnet.export import _examples, _rebuild, _stable
+from fnet.export import _evaluate, _examples, _stable
 from fnet.export._tree import described_leaves, size_variables
 from fnet.export.litert import _converter, _indices, _values
 from fnet.export.litert._values import Unsupported
@@ -396,7 +396,7 @@ def default_sizes(traced: Any) -> dict[str, int]:
 def _lowered(stable, constants, weights, sizes) -> bytes:
     """Returns the program for the sizes `sizes` as portable StableHLO. The weights are constants of
     the program."""
-    run = _rebuild.sized(stable, constants, sizes, {**_rebuild.OPERATIONS, **_OPERATIONS})
+    run = _evaluate.sized(stable, constants, sizes, {**_evaluate.OPERATIONS, **_OPERATIONS})
     types = [
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
         for dtype, shape in (run.values[i] for i in stable["inputs"][len(weights) :])
@@ -436,7 +436,7 @@ def _convolution(run, options, types, x, kernel):
         padding[axis] = (0, 0, dilation - 1)
     x = jax.lax.pad(x, np.zeros((), x.dtype), padding) if max(options["input_dilation"]) > 1 else x
     plain = {**options, "input_dilation": [1] * len(options["input_dilation"])}
-    return _rebuild.OPERATIONS["convolution"](run, plain, types, x, kernel)
+    return _evaluate.OPERATIONS["convolution"](run, plain, types, x, kernel)
 
 
 _OPERATIONS = {

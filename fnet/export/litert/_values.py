@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fnet.export import _rebuild
+from fnet.export import _evaluate
 
 # What remains different for float32, where a composition would replace an operator that every
 # network contains by several ones, and prevent the fusion of softmax. {operation: difference}
@@ -234,7 +234,7 @@ def _floats(name: str, function: Callable) -> Callable:
     def operation(run, options, types, *arrays):
         if arrays[0].dtype == jnp.float32:
             return function(*map(jnp.asarray, arrays))
-        return _rebuild.OPERATIONS[name](run, options, types, *arrays)
+        return _evaluate.OPERATIONS[name](run, options, types, *arrays)
 
     return operation
 
@@ -245,7 +245,7 @@ def _convert(run, options, types, x):
     ):
         x = jnp.asarray(x)
         x = _choose(x != x, 0.0, x)
-    return _rebuild.OPERATIONS["convert"](run, options, types, x)
+    return _evaluate.OPERATIONS["convert"](run, options, types, x)
 
 
 def _combined(name: str) -> Callable:
@@ -253,7 +253,7 @@ def _combined(name: str) -> Callable:
     have the bits of the signed ones."""
 
     def combined(run, options, types, x, *start):
-        combine = _rebuild.OPERATIONS[name]
+        combine = _evaluate.OPERATIONS[name]
         if x.dtype != jnp.uint32:
             return combine(run, options, types, x, *start)
         signed = [jnp.asarray(each).astype(jnp.int32) for each in (x, *start)]
@@ -265,7 +265,7 @@ def _combined(name: str) -> Callable:
 def _pad(run, options, types, x, value):
     """LiteRT pads with 0.0 instead of a computed -0.0, and its converter ends the process if it
     crops a constant to nothing."""
-    padded = functools.partial(_rebuild.OPERATIONS["pad"], run, options)
+    padded = functools.partial(_evaluate.OPERATIONS["pad"], run, options)
     with jax.ensure_compile_time_eval():
         inside = np.asarray(
             padded([("bool", types[0][1])], np.ones(x.shape, np.bool_), np.zeros((), np.bool_))
@@ -284,11 +284,11 @@ def _position(name: str) -> Callable:
 
     def position(run, options, types, x):
         narrow = [("int32", types[0][1])]
-        find = _rebuild.OPERATIONS[name]
+        find = _evaluate.OPERATIONS[name]
         y = find(run, options, narrow, x)
         if jnp.issubdtype(x.dtype, jnp.floating):
             nan = (jnp.asarray(x) != x).astype(jnp.float32)
-            first = _rebuild.OPERATIONS["argmax"](run, options, narrow, nan)
+            first = _evaluate.OPERATIONS["argmax"](run, options, narrow, nan)
             y = _choose(lax.reduce_max(nan, tuple(options["axes"])) > 0, first, y)
         return y.astype(types[0][0])
 

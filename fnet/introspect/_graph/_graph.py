@@ -22,6 +22,7 @@ from fnet.introspect._graph._arrange import Arrangement, arrange
 from fnet.introspect._graph._dot import dot
 from fnet.introspect._graph._flow import Flow, Node, Value, argument_names, path_text, read_flow
 from fnet.introspect._graph._kept import kept_activations
+from fnet.introspect._graph._label import second_line
 from fnet.introspect._summary import as_function
 from fnet.layers import Layer
 
@@ -385,49 +386,6 @@ def amount(node: Node, color: str) -> float:
 def share_of(drawn: Graph, node: Node, color: str) -> float:
     total = amount(drawn.root, color)
     return amount(node, color) / total if total else 0.0
-
-
-_SHORT = {
-    "dot_general": "matmul",
-    "conv_general_dilated": "conv",
-    "reduce_window_max": "max pool",
-    "reduce_window_sum": "pool",
-    "ragged_dot_general": "ragged matmul",
-}
-
-
-def second_line(node: Node) -> str:
-    """Returns the second line of a box in the drawn graph: text such as "3 matmul · 1.2 GFLOP" for
-    a scope, or the type of an argument or result."""
-    if node.kind in ("input", "result"):
-        return node.type
-    if not node.children:
-        return ""
-    flops = node.cost.flops
-    text = f"{hw_si(flops)}FLOP" if isinstance(flops, int | float) else "symbolic FLOPs"
-    kind = _main(node)
-    return f"{kind} · {text}" if kind else text
-
-
-def hw_si(value: float) -> str:
-    from fnet._util._units import si
-
-    return si(value, digits=3)
-
-
-def _main(node: Node) -> str:
-    counts: dict[str, int] = {}
-    stack = [node]
-    while stack:
-        each = stack.pop()
-        stack += each.children
-        if not each.children and each.cost.matmul:
-            name = _SHORT.get(each.name, each.name)
-            counts[name] = counts.get(name, 0) + 1
-    if not counts:
-        return ""
-    name = max(counts, key=counts.get)
-    return name if counts[name] == 1 else f"{counts[name]} {name}"
 
 
 def first_view(root: Node, depth: int | None) -> set[Node]:

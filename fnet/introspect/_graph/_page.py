@@ -10,6 +10,7 @@ from fnet._util import _page
 from fnet._util._units import si
 from fnet.introspect._graph._arrange import Arrangement
 from fnet.introspect._graph._flow import Node, Value
+from fnet.introspect._graph._label import second_line
 from fnet.introspect._graph._place import SIZES, STEPS, box, short
 
 
@@ -63,8 +64,6 @@ class _Strings(dict):
 
 
 def _data(drawn, expanded, made, values, color) -> dict:
-    from fnet.introspect._graph._graph import second_line
-
     strings = _Strings()
     number = lambda value: (
         value if isinstance(value, int) else round(value, 9) if isinstance(value, float) else None

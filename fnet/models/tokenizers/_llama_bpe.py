@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fnet.models.tokenizers import _tokenizer_config
-from fnet.models.tokenizers._tokenizers import in_range
+from fnet.models.tokenizers._common import in_range
 from fnet.models.weights._files import SMALL, check_count, contents
 
 _BEGIN, _END, _BYTES = 1, 2, 3  # <s>, </s>, and the first of the 256 single bytes

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fnet.models.tokenizers import _tokenizer_config, _vocabularies
+from fnet.models.tokenizers._common import clean_up, in_range
 from fnet.models.weights._config import Config, read
 from fnet.models.weights._files import MOST, SMALL, contents
 
@@ -254,14 +255,6 @@ class HuggingFaceTokenizer:
             raise ValueError(f"{self._path} is not a usable {self._kind}: {error}") from None
 
 
-def clean_up(text: str) -> str:
-    """Removes spaces before punctuation, for the option clean_up_tokenization_spaces of
-    tokenizer_config.json."""
-    for before in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
-        text = text.replace(before, before.strip())
-    return text
-
-
 def _check_tokenizer(wrong, text):
     """Returns the content of a tokenizer.json. Raises an error if the file could exhaust the memory
     in Hugging Face's library.
@@ -374,21 +367,6 @@ def _ends(path, tokenizer):
             f"{path}: expected tokens as eos_token_id, a number or a list of numbers; got {ends!r}"
         )
     return ends
-
-
-def in_range(tokens, count) -> np.ndarray:
-    """Returns tokens as an array of integers, after checking that each token is in 0 .. count - 1."""
-    tokens = np.asarray(tokens if hasattr(tokens, "__len__") else list(tokens))
-    if not tokens.size:
-        return np.zeros(0, np.int64)
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(
-            f"decode: expected integer tokens [time]; got {tokens.dtype}{list(tokens.shape)}"
-        )
-    if tokens.min() < 0 or tokens.max() >= count:
-        wrong = tokens[(tokens < 0) | (tokens >= count)][0]
-        raise ValueError(f"decode: expected tokens from 0 to {count - 1}; got {wrong}")
-    return tokens
 
 
 def _points(text):

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from fnet.models.tokenizers import _tokenizer_config
-from fnet.models.tokenizers._tokenizers import clean_up, in_range
+from fnet.models.tokenizers._common import clean_up, in_range
 from fnet.models.tokenizers._unicode import category, decomposed, lower
 from fnet.models.weights._files import SMALL, check_count, contents
 
