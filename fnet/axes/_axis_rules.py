@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 from fnet.jaxpr._equations import BILINEAR, product
+from fnet.jaxpr._records import options
 
 
 def _shape(v):
@@ -52,23 +53,23 @@ def _bitcast(frame, eqn, ins, atoms):
 
 def _broadcast(frame, eqn, ins, atoms):
     out = list(atoms.axes(_shape(eqn.outvars[0])))
-    for i, axis in enumerate(eqn.params["broadcast_dimensions"]):
+    for i, axis in enumerate(options(eqn).broadcast_dimensions):
         if _shape(eqn.invars[0])[i] == _shape(eqn.outvars[0])[axis]:
             out[axis] = ins[0][i]
     return [tuple(out)]
 
 
 def _transpose(frame, eqn, ins, atoms):
-    return [tuple(ins[0][i] for i in eqn.params["permutation"])]
+    return [tuple(ins[0][i] for i in options(eqn).permutation)]
 
 
 def _squeeze(frame, eqn, ins, atoms):
-    return [tuple(axis for i, axis in enumerate(ins[0]) if i not in eqn.params["dimensions"])]
+    return [tuple(axis for i, axis in enumerate(ins[0]) if i not in options(eqn).dimensions)]
 
 
 def _expand(frame, eqn, ins, atoms):
     out = list(ins[0])
-    for i in sorted(eqn.params["dimensions"]):
+    for i in sorted(options(eqn).dimensions):
         out.insert(i, ())
     return [tuple(out)]
 
@@ -81,7 +82,7 @@ def _reshape(frame, eqn, ins, atoms):
     """Splits and joins axes. In a reshape, a group of adjacent input axes corresponds to a group of
     adjacent output axes if the products of their sizes are equal."""
     before, after, axes = list(_shape(eqn.invars[0])), list(_shape(eqn.outvars[0])), ins[0]
-    if order := eqn.params["dimensions"]:
+    if order := options(eqn).dimensions:
         before, axes = [before[i] for i in order], [axes[i] for i in order]
     if 0 in before:
         return _fixed("reshaped without values")(frame, eqn, ins, atoms)
@@ -116,7 +117,7 @@ def _reduced(over):
     """
 
     def rule(frame, eqn, ins, atoms):
-        reduced = eqn.params["axes"]
+        reduced = options(eqn).axes
         for axes in ins[: len(eqn.outvars)] if over else ():
             atoms.freeze(over, *(axes[i] for i in reduced))
         out = tuple(axis for i, axis in enumerate(ins[0]) if i not in reduced)
@@ -132,7 +133,7 @@ def _along(parameter, why):
     sizes of the operation's axes cannot change, for example "accumulated" for a cumulative sum."""
 
     def rule(frame, eqn, ins, atoms):
-        where = eqn.params[parameter]
+        where = getattr(options(eqn), parameter)
         for i in where if isinstance(where, (tuple, list)) else (where,):
             atoms.freeze(why, *(axes[i] for axes in ins))
         for other in ins[1:]:
@@ -179,14 +180,14 @@ def _convolve(frame, eqn, lhs, rhs, found, atoms):
 
 
 def _window(frame, eqn, ins, atoms):
-    params, outs = eqn.params, []
+    window, outs = options(eqn), []
     for v, axes in zip(eqn.outvars, ins):
         out = atoms.axes(_shape(v))
         for i, (a, b) in enumerate(zip(axes, out)):
             if (
-                params["window_dimensions"][i],
-                params["window_strides"][i],
-                *params["padding"][i],
+                window.window_dimensions[i],
+                window.window_strides[i],
+                *window.padding[i],
             ) == (1, 1, 0, 0):
                 atoms.tie(a, b)
             else:
@@ -209,13 +210,13 @@ def _blocks(atoms, axis, block, size, why):
 
 
 def _slice(frame, eqn, ins, atoms):
-    params, out = eqn.params, []
-    strides = params["strides"] or (1,) * len(ins[0])
+    piece, out = options(eqn), []
+    strides = piece.strides or (1,) * len(ins[0])
     for i, axis in enumerate(ins[0]):
         n, m, start = (
             _shape(eqn.invars[0])[i],
             _shape(eqn.outvars[0])[i],
-            params["start_indices"][i],
+            piece.start_indices[i],
         )
         if m == n:
             out.append(axis)
@@ -228,7 +229,7 @@ def _slice(frame, eqn, ins, atoms):
 
 
 def _split(frame, eqn, ins, atoms):
-    at, sizes = eqn.params["axis"], eqn.params["sizes"]
+    at, sizes = options(eqn)
     n = _shape(eqn.invars[0])[at]
     if len(set(sizes)) == 1 and sizes[0]:
         block = _blocks(atoms, ins[0][at], sizes[0], n, "split into parts")
@@ -239,7 +240,8 @@ def _split(frame, eqn, ins, atoms):
 
 
 def _concatenate(frame, eqn, ins, atoms):
-    at, sizes = eqn.params["dimension"], [_shape(v)[eqn.params["dimension"]] for v in eqn.invars]
+    at = options(eqn).dimension
+    sizes = [_shape(v)[at] for v in eqn.invars]
     for other in ins[1:]:
         atoms.tie_all((*ins[0][:at], *ins[0][at + 1 :]), (*other[:at], *other[at + 1 :]))
     count = atoms.axes((len(ins),))[0]
@@ -257,19 +259,19 @@ def _concatenate(frame, eqn, ins, atoms):
 def _stack(frame, eqn, ins, atoms):
     for other in ins[1:]:
         atoms.tie_all(ins[0], other)
-    at, count = eqn.params["axis"], atoms.axes((len(ins),))[0]
+    at, count = options(eqn).axis, atoms.axes((len(ins),))[0]
     atoms.freeze("stacked", count)
     return [(*ins[0][:at], count, *ins[0][at:])]
 
 
 def _unstack(frame, eqn, ins, atoms):
-    at = eqn.params["axis"]
+    at = options(eqn).axis
     atoms.freeze("unstacked", ins[0][at])
     return [(*ins[0][:at], *ins[0][at + 1 :])] * len(eqn.outvars)
 
 
 def _tile(frame, eqn, ins, atoms):
-    return [tuple((*count, *axis) for count, axis in zip(atoms.axes(eqn.params["reps"]), ins[0]))]
+    return [tuple((*count, *axis) for count, axis in zip(atoms.axes(options(eqn).reps), ins[0]))]
 
 
 def _resized(eqn, axes, atoms, changed, why):
@@ -290,12 +292,12 @@ def _resized(eqn, axes, atoms, changed, why):
 
 def _pad(frame, eqn, ins, atoms):
     return _resized(
-        eqn, ins[0], atoms, lambda i: eqn.params["padding_config"][i] != (0, 0, 0), "padded"
+        eqn, ins[0], atoms, lambda i: options(eqn).padding_config[i] != (0, 0, 0), "padded"
     )
 
 
 def _gather(frame, eqn, ins, atoms):
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    numbers, sizes = options(eqn).dimension_numbers, options(eqn).slice_sizes
     out, rank = list(atoms.axes(_shape(eqn.outvars[0]))), len(_shape(eqn.outvars[0]))
     rows = [i for i in range(rank) if i not in numbers.offset_dims]
     atoms.tie_all([out[i] for i in rows], ins[1][:-1])
@@ -318,7 +320,7 @@ def _gather(frame, eqn, ins, atoms):
 
 
 def _scatter(frame, eqn, ins, atoms):
-    numbers, (operand, indices, updates) = eqn.params["dimension_numbers"], ins
+    numbers, (operand, indices, updates) = options(eqn).dimension_numbers, ins
     window = [
         i
         for i in range(len(operand))

@@ -6,8 +6,9 @@ import math
 
 from fnet import _jax
 from fnet.jaxpr._calls import bodies, scan
-from fnet.jaxpr._equations import DOT, permutation, product
-from fnet.jaxpr._primitives import description, traits
+from fnet.jaxpr._equations import DOT, product
+from fnet.jaxpr._primitives import description
+from fnet.jaxpr._records import options, reduced_axes
 
 
 def batch_axes(eqn, notes: list) -> list:
@@ -21,8 +22,8 @@ def batch_axes(eqn, notes: list) -> list:
         found = rule(eqn, notes)
     elif (multiplied := product(eqn)) is not None:
         found = _multiplied(multiplied, notes)
-    elif traits(name).kind == "reduction" and "axes" in eqn.params:
-        found = _reduced(eqn, notes)
+    elif (over := reduced_axes(eqn)) is not None:
+        found = [_without(over, notes[0])] * len(eqn.outvars)
     elif description(eqn.primitive).batch_first:
         found = [next(note for note in notes if note is not None)] * len(eqn.outvars)
     elif name not in _UNKNOWN and len(inside := bodies(eqn)) == 1 and inside[0].kind == "call":
@@ -65,10 +66,6 @@ def _alike(eqn, notes):
     return found
 
 
-def _reduced(eqn, notes):
-    return [_without(eqn.params["axes"], notes[0])] * len(eqn.outvars)
-
-
 def _without(removed, note):
     """Returns the batch axis of an array after some of its axes were removed."""
     return None if note is None or note in removed else note - sum(axis < note for axis in removed)
@@ -78,8 +75,9 @@ def _broadcast(eqn, notes):
     note = notes[0]
     if note is None:
         return [None]
-    place = eqn.params["broadcast_dimensions"][note]
-    return [place if eqn.params["shape"][place] == eqn.invars[0].aval.shape[note] else None]
+    shape, axes = options(eqn)
+    place = axes[note]
+    return [place if shape[place] == eqn.invars[0].aval.shape[note] else None]
 
 
 def _reshaped(eqn, notes):
@@ -142,14 +140,14 @@ def _gathered(eqn, notes):
     neither the indices nor the operand determines the batch axis of the output, the function
     returns [None] (batch axis unknown).
     """
-    numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
+    numbers, (operand, indices) = options(eqn).dimension_numbers, notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
     if indices is None and operand in numbers.operand_batching_dims:
         indices = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand)]
     if indices is not None and indices < len(batch):
         return [batch[indices]]
-    whole = eqn.params["slice_sizes"]
+    whole = options(eqn).slice_sizes
     kept = [
         i
         for i in range(len(whole))
@@ -161,7 +159,7 @@ def _gathered(eqn, notes):
 
 
 def _scattered(eqn, notes):
-    numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
+    numbers, (operand, indices) = options(eqn).dimension_numbers, notes[:2]
     if operand is None and indices in numbers.scatter_indices_batching_dims:
         operand = numbers.operand_batching_dims[
             numbers.scatter_indices_batching_dims.index(indices)
@@ -206,12 +204,12 @@ def _branched(eqn, notes):
 _UNKNOWN = frozenset(("while", "shard_map"))
 _RULES = {
     "transpose": lambda eqn, notes: [
-        None if notes[0] is None else permutation(eqn).index(notes[0])
+        None if notes[0] is None else options(eqn).permutation.index(notes[0])
     ],
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
     "gather": _gathered,
-    "squeeze": lambda eqn, notes: [_without(eqn.params["dimensions"], notes[0])],
+    "squeeze": lambda eqn, notes: [_without(options(eqn).dimensions, notes[0])],
     "scatter-add": _scattered,
     "scatter": _scattered,
     "scan": _scanned,

@@ -15,6 +15,7 @@ from fnet.axes._atoms import Atoms, Axis
 from fnet.axes._axes import Axes, Frame, tie_axes
 from fnet.axes._zero_axes import freeze_nonzero_sums
 from fnet.jaxpr._enter import ENTER
+from fnet.jaxpr._records import options
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._scopes import TOP
 from fnet.jaxpr._values import Value, arrays_of, bind, restore
@@ -219,18 +220,22 @@ def _new_shape(self, plan, eqn):
 
 
 def _slice(self, plan, eqn):
-    params, before, after = eqn.params, eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
+    piece, before, after = (
+        options(eqn),
+        eqn.invars[0].aval.shape,
+        self.shape(plan.of(eqn.invars[0])),
+    )
     scale = lambda values: tuple(
         value * n // m if m else value for value, m, n in zip(values, before, after)
     )
     return {
-        "start_indices": scale(params["start_indices"]),
-        "limit_indices": scale(params["limit_indices"]),
+        "start_indices": scale(piece.start_indices),
+        "limit_indices": scale(piece.limit_indices),
     }
 
 
 def _split(self, plan, eqn):
-    return {"sizes": tuple(self.size(plan.of(v)[eqn.params["axis"]]) for v in eqn.outvars)}
+    return {"sizes": tuple(self.size(plan.of(v)[options(eqn).axis]) for v in eqn.outvars)}
 
 
 def _slice_sizes(self, plan, eqn):
@@ -239,7 +244,7 @@ def _slice_sizes(self, plan, eqn):
     before, after = eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
     return {
         "slice_sizes": tuple(
-            n if size == m else size for size, m, n in zip(eqn.params["slice_sizes"], before, after)
+            n if size == m else size for size, m, n in zip(options(eqn).slice_sizes, before, after)
         )
     }
 

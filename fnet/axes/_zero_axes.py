@@ -19,6 +19,7 @@ from fnet.axes._axes import Frame
 from fnet.jaxpr._calls import scan
 from fnet.jaxpr._equations import product
 from fnet.jaxpr._primitives import POINTWISE
+from fnet.jaxpr._records import options
 
 ALWAYS = None  # the value is zero everywhere
 Zero = frozenset | None
@@ -93,7 +94,7 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
         return [_both(each) for each in zip(*branches)]
     if inner:
         return freeze_nonzero_sums(inner[0], ins, atoms)
-    if name in _LIKE_FIRST or (name == "integer_pow" and eqn.params["y"] > 0):
+    if name in _LIKE_FIRST or (name == "integer_pow" and options(eqn).y > 0):
         return [ins[0]] * count
     if name in _EITHER:
         return [_either(ins)]
@@ -109,11 +110,11 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
         new = [
             axis
             for i, axis in enumerate(frame.of(eqn.outvars[0]))
-            if i not in eqn.params["broadcast_dimensions"]
+            if i not in options(eqn).broadcast_dimensions
         ]
         return [ALWAYS if ins[0] is ALWAYS else ins[0] - _atoms_of(new, atoms)]
     if name == "reduce_sum":
-        axes = [frame.of(eqn.invars[0])[i] for i in eqn.params["axes"]]
+        axes = [frame.of(eqn.invars[0])[i] for i in options(eqn).axes]
         _summed(
             axes,
             ins[0],

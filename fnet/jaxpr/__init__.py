@@ -3,8 +3,8 @@
 
 - `Scope`, `scopes_in`, `scope_of_operation`: the scope of an equation, or of an operation of a
   compiled program.
-- `traits`, `describe`, `product`, ...: properties of primitives, and typed access to the parameters
-  of equations.
+- `traits`, `describe`: properties of primitives.
+- `options`, `product`, ...: the parameters of an equation, as a typed record.
 - `bodies`, `equations`, `scan`: `bodies` returns the jaxprs inside an equation, `equations` yields
   the equations of a jaxpr at any depth, and `scan` returns the body and the options of a scan
   equation.
@@ -47,7 +47,6 @@ from fnet.jaxpr._equations import (
     lookup_mode,
     new_dtype,
     overwritten,
-    permutation,
     pooling_window,
     product,
     random_bits,
@@ -67,6 +66,7 @@ from fnet.jaxpr._primitives import (
     traits,
     unsupported,
 )
+from fnet.jaxpr._records import options, reduced_axes
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import in_jaxpr as scopes_in
@@ -141,13 +141,14 @@ __all__ = [
     "nbytes",
     "new_dtype",
     "opened",
+    "options",
     "overwritten",
-    "permutation",
     "plain",
     "pooling_window",
     "product",
     "random_bits",
     "read",
+    "reduced_axes",
     "restore",
     "results_boxed",
     "rewrite",

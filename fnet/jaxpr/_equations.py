@@ -98,11 +98,6 @@ def explicit(aval: Any) -> bool:
     return any(axis is not None for axis in getattr(aval.sharding, "spec", ()))
 
 
-def permutation(eqn: Any) -> tuple[int, ...]:
-    """Returns the order of the axes of a transpose equation."""
-    return tuple(eqn.params["permutation"])
-
-
 def new_dtype(eqn: Any) -> Any:
     """Returns the dtype to which a convert_element_type equation converts."""
     return eqn.params["new_dtype"]

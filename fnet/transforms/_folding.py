@@ -19,6 +19,7 @@ from fnet import _jax
 from fnet.jaxpr._equations import CONVOLUTION, DOT, product
 from fnet.jaxpr._flatten import inlined
 from fnet.jaxpr._primitives import POINTWISE
+from fnet.jaxpr._records import options
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._scopes import TOP, in_jaxpr
 from fnet.jaxpr._values import Value, arrays_of
@@ -184,7 +185,7 @@ def _evaluated(eqn, inputs):
     with jax.ensure_compile_time_eval():
         shape = getattr(eqn.outvars[0].aval, "shape", ())
         if eqn.primitive.name == "broadcast_in_dim" and all(isinstance(n, int) for n in shape):
-            (x, *_), axes = inputs, eqn.params["broadcast_dimensions"]
+            (x, *_), axes = inputs, options(eqn).broadcast_dimensions
             small = [1] * len(shape)
             for ours, axis in enumerate(axes):
                 small[axis] = x.small.shape[ours]

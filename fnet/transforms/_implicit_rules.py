@@ -16,6 +16,7 @@ from fnet import _jax
 from fnet.jaxpr._calls import bodies, donated, has_shardings, scan
 from fnet.jaxpr._enter import inline
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, View, plain_dot
+from fnet.jaxpr._records import options
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._values import Value, bind, plain
 
@@ -121,7 +122,7 @@ def _cast(self, eqn, at, inputs):
     A second cast, as in `w.astype(bfloat16).astype(float32)`, and casts to 8 bits are for rounding
     the values, so the array is materialized for them.
     """
-    view, dtype = inputs[0].x, eqn.params["new_dtype"]
+    view, dtype = inputs[0].x, options(eqn).new_dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         return NotImplemented
     rounds = jnp.finfo(dtype).bits < 16 or view.dtype not in (view.base.dtype, dtype)
@@ -131,7 +132,7 @@ def _cast(self, eqn, at, inputs):
 
 
 def _transpose(self, eqn, at, inputs):
-    return [Value(inputs[0].x.transpose(eqn.params["permutation"]), inputs[0].note)]
+    return [Value(inputs[0].x.transpose(options(eqn).permutation), inputs[0].note)]
 
 
 def _reshape(self, eqn, at, inputs):
@@ -169,8 +170,8 @@ def _of_each_leaf(self, eqn, at, inputs):
 
 
 def _slice(self, eqn, at, inputs):
-    view, params = inputs[0].x, eqn.params
-    start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
+    view = inputs[0].x
+    start, limit, strides = options(eqn)
     if strides is not None or any(start[1:]) or tuple(limit[1:]) != view.shape[1:]:
         return NotImplemented
     part = view.part(lambda a: a[start[0] : limit[0]])
@@ -179,7 +180,7 @@ def _slice(self, eqn, at, inputs):
 
 def _dynamic_slice(self, eqn, at, inputs):
     view, first = inputs[0].x, inputs[1].x
-    size, *sizes = eqn.params["slice_sizes"]
+    size, *sizes = options(eqn).slice_sizes
     if tuple(sizes) != view.shape[1:]:
         return NotImplemented
 
@@ -199,8 +200,8 @@ def _dot_general(self, eqn, at, inputs):
     if all(map(_is_view, inputs)):
         return NotImplemented
     side = 0 if _is_view(inputs[0]) else 1
-    view, x, params = inputs[side].x, inputs[1 - side].x, eqn.params
-    contracted, batch = params["dimension_numbers"]
+    view, x = inputs[side].x, inputs[1 - side].x
+    (contracted, batch), precision, preferred = options(eqn)
     mine, other = contracted[side], contracted[1 - side]
     mine_batch, other_batch = batch[side], batch[1 - side]
     count = len(mine_batch)
@@ -209,9 +210,7 @@ def _dot_general(self, eqn, at, inputs):
     axes = tuple(count + moved.index(i) for i in mine)
     free = [i for i in range(x.ndim) if i not in other and i not in other_batch]
     operand = x.transpose((*other_batch, *free, *other))
-    y = lead.dot(
-        operand, axes, count, plain_dot(params["precision"], params["preferred_element_type"])
-    )
+    y = lead.dot(operand, axes, count, plain_dot(precision, preferred))
     if y is NotImplemented:
         return y
     if (
@@ -227,15 +226,15 @@ def _convolution(self, eqn, at, inputs):
     x, kernel = inputs
     if _is_view(x) or not kernel.x.whole:
         return NotImplemented
-    numbers = eqn.params["dimension_numbers"]
-    if eqn.params["batch_group_count"] != 1:
+    numbers, groups, batch_groups = options(eqn)
+    if batch_groups != 1:
         return NotImplemented
     convolution = Convolution(
         lambda x, kernel: bind(eqn, [x, kernel])[0].x,
         numbers.lhs_spec[0],
         numbers.rhs_spec[0],
         numbers.out_spec[1],
-        eqn.params["feature_group_count"],
+        groups,
     )
     y = kernel.x.base.convolve(x.x, convolution)
     if y is NotImplemented:
@@ -246,8 +245,8 @@ def _convolution(self, eqn, at, inputs):
 
 def _gather(self, eqn, at, inputs):
     table, indices = inputs
-    params, view = eqn.params, table.x
-    numbers, fill = params["dimension_numbers"], params["fill_value"]
+    view = table.x
+    numbers, sizes, fill = options(eqn)
     if (
         _is_view(indices)
         or not _is_view(table)
@@ -255,7 +254,7 @@ def _gather(self, eqn, at, inputs):
         or numbers.collapsed_slice_dims != (0,)
         or numbers.start_index_map != (0,)
         or numbers.operand_batching_dims
-        or tuple(params["slice_sizes"]) != (1, *view.shape[1:])
+        or tuple(sizes) != (1, *view.shape[1:])
         or not (fill is None or np.isnan(fill))
     ):
         return NotImplemented
@@ -327,12 +326,11 @@ def _while(self, eqn, at, inputs):
     Constants of the body of a while loop may be implicit arrays, such as quantized arrays. All
     other inputs of the loop are materialized (computed as plain arrays).
     """
-    params = eqn.params
-    tests, steps = params["cond_nconsts"], params["body_nconsts"]
+    tests, steps, body_jaxpr = options(eqn)
     reason = "it is the carry or in the condition of a while loop"
     test = [self.materialized(eqn, at, value, reason) for value in inputs[:tests]]
     init = [self.materialized(eqn, at, value, reason) for value in inputs[tests + steps :]]
-    flat, leaves = self.call(params["body_jaxpr"], at, [*inputs[tests : tests + steps], *init])
+    flat, leaves = self.call(body_jaxpr, at, [*inputs[tests : tests + steps], *init])
     body = jax.make_jaxpr(flat)(*map(jax.typeof, leaves))
     constants = [*body.consts, *leaves[: len(leaves) - len(init)]]
     return bind(

@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 
 from fnet import jaxpr
 from fnet import transforms as ft
+from fnet.jaxpr import _records
 
 
 def equation(f, *shapes, name=None):
@@ -123,7 +124,11 @@ def test_other_equations_are_no_products():
 
 
 def test_parameters():
-    assert jaxpr.permutation(equation(lambda x: x.transpose(2, 0, 1), (2, 3, 4))) == (2, 0, 1)
+    assert jaxpr.options(equation(lambda x: x.transpose(2, 0, 1), (2, 3, 4))).permutation == (
+        2,
+        0,
+        1,
+    )
     assert jaxpr.new_dtype(equation(lambda x: x.astype("bfloat16"), (2,))) == jnp.dtype("bfloat16")
     bits = lambda x: jax.random.bits(jax.random.key(0), (3, 5), "uint16")
     assert jaxpr.random_bits(equation(bits, (), name="random_bits")) == (16, 15)
@@ -169,3 +174,27 @@ def test_explicit_sharding(kind):
 
 def test_kept_bits():
     assert jaxpr.kept_bits(equation(lambda x: lax.reduce_precision(x, 5, 10), (3,))) == (5, 10)
+
+
+def test_every_record_names_parameters_of_its_primitive():
+    """A version of JAX that renames a parameter fails here, and not in a transform."""
+    x, i = jnp.ones((4, 6)), jnp.array([[1], [2]])
+    programs = [
+        lambda: jnp.broadcast_to(x[:, None], (4, 2, 6)).reshape(8, 6).T[None][0],
+        lambda: jax.lax.rev(jnp.expand_dims(jnp.sort(jnp.concatenate([x, x])), 0), (0,)),
+        lambda: [f(x, 0) for f in (jnp.sum, jnp.max, jnp.argmin, jnp.cumsum, jnp.all)],
+        lambda: jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 2), (1, 1), "VALID"),
+        lambda: [x[1:3], jax.lax.dynamic_slice(x, (i[0, 0], 0), (2, 6)), jnp.split(x, 2)],
+        lambda: [jnp.pad(x, 1), x[i], x.at[i].add(1), x @ x.T, x.astype(jnp.int8), x**3],
+        lambda: jax.lax.conv_general_dilated(x[None, None], x[None, None], (1, 1), "SAME"),
+        lambda: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 2, x),
+    ]
+    seen = set()
+    for program in programs:
+        for eqn in jaxpr.equations(jax.make_jaxpr(program)().jaxpr):
+            if eqn.primitive.name in _records._RECORDS:
+                record = jaxpr.options(eqn)
+                assert all(value is eqn.params[name] for name, value in record._asdict().items())
+                seen.add(type(record))
+    never = {_records.Axis, _records.Tile}  # primitives that some versions of JAX do not have
+    assert seen | never >= set(_records._RECORDS.values())

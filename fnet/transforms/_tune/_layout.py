@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from jax import lax
 
-from fnet.jaxpr import POINTWISE, Value, permutation, plain
+from fnet.jaxpr import POINTWISE, Value, options, plain
 
 
 def transposed(y, order) -> Value:
@@ -39,7 +39,7 @@ def followed(eqn, inputs) -> list[Value] | None:
     order = orders.pop()
     if name == "transpose":
         back = lax.transpose(inputs[0].x, np.argsort(order).tolist())
-        return [transposed(back, [order[i] for i in permutation(eqn)])]
+        return [transposed(back, [order[i] for i in options(eqn).permutation])]
     if name not in POINTWISE or any(v.aval.ndim != len(order) for v in eqn.outvars):
         return None
     if not all(_order(value) or value.note is True or np.ndim(value.x) == 0 for value in inputs):

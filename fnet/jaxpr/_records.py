@@ -1,0 +1,163 @@
+"""The parameters of JAX's primitives as typed records, one for each primitive.
+
+    options(eqn).permutation        # of a transpose
+
+The records name the parameters that fnet reads, as JAX names them. A version of JAX that renames a
+parameter is adapted to here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+
+Shape = tuple[int, ...]
+Axes = Sequence[int]
+
+
+class Broadcast(NamedTuple):
+    shape: Shape
+    broadcast_dimensions: Axes  # of the result, for each axis of the operand
+
+
+class Reshape(NamedTuple):
+    new_sizes: Shape
+    dimensions: Axes | None  # the order in which the axes of the operand are read
+
+
+class Transpose(NamedTuple):
+    permutation: Axes
+
+
+class Dimensions(NamedTuple):
+    """Of squeeze, expand_dims and rev."""
+
+    dimensions: Axes
+
+
+class Dimension(NamedTuple):
+    """Of concatenate and sort."""
+
+    dimension: int
+
+
+class Reduction(NamedTuple):
+    """Of reductions, and of the position of an extreme element."""
+
+    axes: Axes
+
+
+class Cumulative(NamedTuple):
+    axis: int
+
+
+class Window(NamedTuple):
+    """Of poolings."""
+
+    window_dimensions: Shape
+    window_strides: Shape
+    padding: Sequence[tuple[int, int]]
+
+
+class Slice(NamedTuple):
+    start_indices: Shape
+    limit_indices: Shape
+    strides: Shape | None
+
+
+class DynamicSlice(NamedTuple):
+    slice_sizes: Shape
+
+
+class Split(NamedTuple):
+    axis: int
+    sizes: Shape
+
+
+class Axis(NamedTuple):
+    """Of stack and unstack."""
+
+    axis: int
+
+
+class Tile(NamedTuple):
+    reps: Shape
+
+
+class Pad(NamedTuple):
+    padding_config: Sequence[tuple[int, int, int]]  # before, after and between the elements
+
+
+class Gather(NamedTuple):
+    dimension_numbers: lax.GatherDimensionNumbers
+    slice_sizes: Shape
+    fill_value: Any
+
+
+class Scatter(NamedTuple):
+    dimension_numbers: lax.ScatterDimensionNumbers
+
+
+class Dot(NamedTuple):
+    dimension_numbers: tuple  # ((contracted axes of both operands), (batch axes of both operands))
+    precision: Any
+    preferred_element_type: Any
+
+
+class Convolution(NamedTuple):
+    dimension_numbers: lax.ConvDimensionNumbers
+    feature_group_count: int
+    batch_group_count: int
+
+
+class Power(NamedTuple):
+    y: int
+
+
+class Convert(NamedTuple):
+    new_dtype: Any
+
+
+class While(NamedTuple):
+    cond_nconsts: int
+    body_nconsts: int
+    body_jaxpr: Any
+
+
+_RECORDS: dict[str, type] = {
+    "broadcast_in_dim": Broadcast,
+    "reshape": Reshape,
+    "transpose": Transpose,
+    **dict.fromkeys(("squeeze", "expand_dims", "rev"), Dimensions),
+    **dict.fromkeys(("concatenate", "sort"), Dimension),
+    **{f"reduce_{name}": Reduction for name in "sum prod max min and or xor".split()},
+    **dict.fromkeys(("argmax", "argmin"), Reduction),
+    **{f"cum{name}": Cumulative for name in "sum prod max min logsumexp".split()},
+    **{f"reduce_window{name}": Window for name in ("_sum", "_max", "_min")},
+    "slice": Slice,
+    "dynamic_slice": DynamicSlice,
+    "split": Split,
+    **dict.fromkeys(("stack", "unstack"), Axis),
+    "tile": Tile,
+    "pad": Pad,
+    "gather": Gather,
+    **{f"scatter{name}": Scatter for name in ("", "-add", "-sub", "-mul", "-min", "-max")},
+    "dot_general": Dot,
+    "conv_general_dilated": Convolution,
+    "integer_pow": Power,
+    "convert_element_type": Convert,
+    "while": While,
+}
+
+
+def options(eqn: Any) -> Any:
+    """Returns the parameters of an equation, as the record of its primitive."""
+    record: Any = _RECORDS[eqn.primitive.name]
+    return record(*(eqn.params[name] for name in record._fields))
+
+
+def reduced_axes(eqn: Any) -> Axes | None:
+    """Returns the axes over which an equation reduces, or None if it is no reduction."""
+    return options(eqn).axes if _RECORDS.get(eqn.primitive.name) is Reduction else None
