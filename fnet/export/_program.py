@@ -179,7 +179,7 @@ class Program:
         Compares the outputs in LiteRT with the outputs of the program.
 
         In the LiteRT model, all sizes are fixed, and scans are unrolled. This method needs
-        fnet[litert] and litert-converter, but not TensorFlow. The method is experimental, because
+        fnet[litert], but not TensorFlow. The method is experimental, because
         litert-converter has no public API.
 
             program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])

@@ -329,10 +329,9 @@ def _interpreter() -> Any:
     except ImportError as error:
         version = ".".join(map(str, sys.version_info[:2]))
         raise ImportError(
-            f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]', then pip install "
-            "--no-deps litert-converter==0.5.0. They exist for some versions of Python and systems "
-            "alone"
-            f"; this is Python {version} on {sys.platform} ({error})"
+            f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]'. They exist for "
+            f"some versions of Python and systems alone; this is Python {version} on "
+            f"{sys.platform} ({error})"
         ) from None
     return Interpreter
 
