@@ -232,8 +232,9 @@ def test_errors(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "litert_converter", None)
     with pytest.raises(
         ImportError,
-        match=r"LiteRT needs the packages litert-converter, ai-edge-litert and ai-edge-quan"
-        r"tizer: pip install 'fnet\[litert\]'. They exist for some versions of Python and systems alone; this is Python 3\.\d+ on \w+",
+        match=r"LiteRT needs the packages litert-converter, ai-edge-litert and ai-edge-quantizer: pip "
+        r"install 'fnet\[litert\]'. They exist for some versions of Python and systems alone; this is "
+        r"Python 3\.\d+ on \w+",
     ):
         program.litert(tmp_path / "f.tflite")
     assert not (tmp_path / "f.tflite").exists()
