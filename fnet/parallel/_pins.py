@@ -370,7 +370,7 @@ class _Pins(Interpreter):
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
         if name == "transpose" and notes == [PARTIAL]:
-            order = (0, *(i + 1 for i in jaxpr.permutation(eqn)))
+            order = (0, *(i + 1 for i in jaxpr.options(eqn).permutation))
             return Value(lax.transpose(inputs[0].x, order), PARTIAL)
         if name == "convert_element_type" and notes == [PARTIAL] and _linear(eqn):
             return Value(lax.convert_element_type(inputs[0].x, eqn.outvars[0].aval.dtype), PARTIAL)
