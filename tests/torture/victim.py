@@ -27,7 +27,7 @@ import optax
 
 from fnet import training as tr
 from fnet.training.checkpoints import _manifest
-from fnet.training.loop import _run
+from fnet.training.loop import _loop
 from fnet.training.record import _logs
 
 RNG = np.random.default_rng(0)
@@ -192,7 +192,7 @@ def run(
         )
         state = spread(state, mesh)
     evaluate = tr.evaluator(measure, DATA, batch_size=20)
-    writing, compiling = _manifest.write_arrays, _run.Run.compile
+    writing, compiling = _manifest.write_arrays, _loop.Loop.compile
 
     def evaluating(state):
         announce("evaluation")
@@ -215,7 +215,7 @@ def run(
         "evaluate": {"test": evaluating},
         "early_stop": tr.EarlyStop(metric="test/accuracy", patience=10**6),
     }
-    _manifest.write_arrays, _run.Run.compile = write, compile_
+    _manifest.write_arrays, _loop.Loop.compile = write, compile_
     if log is not None:
         break_log(log)
     if called:

@@ -73,10 +73,10 @@ def test_the_step_is_named_and_what_came_after_is_not_saved(tmp_path):
 
 
 def test_the_host_asks_at_logs_alone(monkeypatch, tmp_path):
-    from fnet.training.loop import _recovery
+    from fnet.training.loop._recovery import Recovery
 
     asked = []
-    monkeypatch.setattr(_recovery, "broken", lambda run: bool(asked.append(run.at)))
+    monkeypatch.setattr(Recovery, "check", lambda recovery: bool(asked.append(recovery.run.at)))
     tr.fit(step, start(), batches(), steps=12, log_every=6, save_every=2, workdir=tmp_path)
     assert asked == [6, 12] and tr.Checkpoints(tmp_path / "checkpoints").steps() == [8, 10, 12]
 

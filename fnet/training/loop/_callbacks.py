@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from fnet.training.loop import _ending
-from fnet.training.loop._signals import GRACE, Stopping
 from fnet.training.record import _metrics
 from fnet.training.record._media import MEDIA
-
-if TYPE_CHECKING:
-    from fnet.training.loop._run import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,32 +72,3 @@ class StepEnd:
         """Ends the run after this step, as early stopping does. `fit` saves the state, and the run
         is complete."""
         self._stop()
-
-
-def call(run: Run, metrics: Any) -> None:
-    """Calls the user's `on_step` functions after a step.
-
-    If an `on_step` function raises an error or is ended by a signal, `call` saves the state before
-    the run ends. The checkpoint also records whether the last step must still be logged and
-    evaluated."""
-
-    def write(values):
-        if run.logger is not None:
-            run.logger.write(run.at, values)
-
-    def stop():
-        run.loop["stopped"] = np.array(True)
-
-    if not run.on_step:
-        return
-    try:
-        with run.seen.interrupting(run.alone, grace=GRACE):  # a function may wait for something
-            for function in run.on_step:
-                function(StepEnd(run.at, run.state, metrics, write, stop))
-    except Stopping:
-        _ending.put_off(run)
-        _ending.interruption(run, boundary=False)  # raises Interrupted unless the run is complete
-    except BaseException:
-        _ending.put_off(run)
-        _ending.rescue(run)
-        raise

@@ -1,21 +1,17 @@
-"""Saves the last complete step of a run that ends early, and records whether the resumed run must
-first log or evaluate this step."""
+"""Ending: ends a run early, after a signal or an error, and saves its last complete step."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
-import jax
 import numpy as np
 
-from fnet.training.checkpoints._reading import CheckpointError
-from fnet.training.loop import _recovery
-from fnet.training.loop._signals import Stopping
-
-if TYPE_CHECKING:
-    from fnet.training.loop._run import Run
+from fnet.training.loop._options import Options
+from fnet.training.loop._recovery import Recovery
+from fnet.training.loop._run_state import RunState
+from fnet.training.loop._signals import Signals, Stopping
 
 
 class Interrupted(Exception):
@@ -50,77 +46,64 @@ class PeerLost(RuntimeError):
     """
 
 
-def put_off(run: Run) -> None:
-    """Records whether a resumed run must first log and evaluate the last complete step."""
-    logs, measures = run.left()
-    run.unlogged = logs
-    run.loop["due"] = np.array(measures and bool(run.evaluate))
+class Ending:
+    """Ends a run early, with its last complete step saved."""
 
+    def __init__(self, *, options: Options, signals: Signals, run: RunState, recovery: Recovery):
+        self.options = options
+        self.signals = signals
+        self.run = run
+        self.recovery = recovery
 
-def rescue(run: Run) -> None:
-    """Saves the last complete step before an error ends the run. If the next step has already
-    started, nothing is saved, because the state was donated to it."""
-    if (
-        run.alone
-        and run.at > run.begun
-        and not any(
-            x.is_deleted()
-            for x in jax.tree.leaves((run.state, run.loop))
-            if isinstance(x, jax.Array)
-        )
-    ):
-        with contextlib.suppress(CheckpointError, OSError, jax.errors.JaxRuntimeError):
-            run.save()
-            run.checkpoints and run.checkpoints.wait()
+    @contextlib.contextmanager
+    def rescuing(self) -> Iterator[None]:
+        """Saves the last complete step if user code raises an error, or if a signal arrives while
+        user code runs."""
+        try:
+            yield
+        except Stopping:
+            self.obey(boundary=False)
+            raise
+        except BaseException:
+            self.run.rescue()
+            raise
 
+    def obey(self, *, boundary: bool) -> None:
+        """Saves and ends the run if a signal has arrived. After a signal, a run with several
+        processes ends only at a step with a log, an evaluation or a save, because the processes
+        exchange their signals only at such steps."""
+        if not self.run.spread.alone:
+            if not boundary:
+                return
+            self._exchange()
+        pending = not self.run.finished or self.run.loop["due"]
+        if self.signals.received and pending:
+            self.run.save()
+            self._interrupt()
 
-@contextlib.contextmanager
-def rescuing(run: Run) -> Iterator[None]:
-    """Saves the last complete step if user code raises an error, or if a signal arrives while user
-    code runs."""
-    try:
-        yield
-    except Stopping:
-        interruption(run, boundary=False)
-        raise
-    except BaseException:
-        rescue(run)
-        raise
-
-
-def interruption(run: Run, *, boundary: bool) -> None:
-    """Saves and ends the run if a signal has arrived. After a signal, a run with several processes
-    ends only at a step with a log, an evaluation or a save, because the processes exchange their
-    signals only at such steps."""
-    if not run.alone:
-        if not boundary:
-            return
+    def _exchange(self) -> None:
+        """Receives the signals that were sent to the other processes."""
         from jax.experimental import multihost_utils
 
-        flags = multihost_utils.process_allgather(np.int32(run.seen.received is not None))
-        if flags.any():
-            run.seen.received = run.seen.received or "a signal to another process"
-    unfinished = run.at < run.steps and not run.loop["stopped"]
-    if run.seen.received and (unfinished or run.loop["due"]):
-        run.save()
-        _interrupted(run)
+        received = np.int32(self.signals.received is not None)
+        if multihost_utils.process_allgather(received).any():
+            self.signals.received = self.signals.received or "a signal to another process"
 
-
-def _interrupted(run):
-    name = run.seen.received
-    if run.checkpoints is None:
+    def _interrupt(self) -> NoReturn:
+        run, name = self.run, self.signals.received
+        if run.checkpoints is None:
+            raise Interrupted(
+                f"{name}: stopped at step {run.at}; without a workdir, the state is not saved"
+            )
+        run.wait()
+        saved = "it"
+        bad = -1 if self.options.skips else int(run.watch["bad"])
+        if bad >= 0:  # such a state was not saved
+            latest = run.checkpoints.latest()
+            if self.options.nonfinite == "stop" or latest is None:
+                raise self.recovery.diverged(bad)
+            saved = f"step {latest}, the last that was finite,"
         raise Interrupted(
-            f"{name}: stopped at step {run.at}; without a workdir, the state is not saved"
+            f"{name}: stopped at step {run.at} of {self.options.steps} and saved {saved} in "
+            f"{run.checkpoints.folder}; the same command resumes the run"
         )
-    run.checkpoints.wait()
-    saved = "it"
-    if (
-        run.nonfinite != "skip" and (bad := int(run.watch["bad"])) >= 0
-    ):  # such a state was not saved
-        if run.nonfinite == "stop" or run.checkpoints.latest() is None:
-            raise _recovery.diverged(run, bad)
-        saved = f"step {run.checkpoints.latest()}, the last that was finite,"
-    raise Interrupted(
-        f"{name}: stopped at step {run.at} of {run.steps} and saved {saved} in "
-        f"{run.checkpoints.folder}; the same command resumes the run"
-    )

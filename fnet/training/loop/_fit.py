@@ -26,10 +26,12 @@ from fnet.training.loop._compilation_cache import compilation_cache
 from fnet.training.loop._early_stop import EarlyStop
 from fnet.training.loop._ending import Interrupted
 from fnet.training.loop._fingerprint import as_dict, compare, identity
+from fnet.training.loop._loop import Loop
+from fnet.training.loop._options import Options
 from fnet.training.loop._progress import Progress
 from fnet.training.loop._recovery import NONFINITE
-from fnet.training.loop._run import Run
-from fnet.training.loop._signals import Stopping, signals
+from fnet.training.loop._run_state import RunState
+from fnet.training.loop._signals import Signals, Stopping, signals
 from fnet.training.record._logs import Logger
 
 
@@ -258,7 +260,7 @@ def fit(
             stack.callback(progress.close)
         seen = stack.enter_context(signals())
         collects = gc.isenabled()
-        if collects:  # until the end of the first step; see `Run.advance_once`
+        if collects:  # until the end of the first step; see `Loop.iterate`
             gc.disable()
             stack.callback(gc.enable)
         if profile_steps is None:  # a loaded program may have other names of scopes
@@ -272,11 +274,7 @@ def fit(
                 best=best,
                 mode=best_mode,
             )
-        run = Run(
-            step,
-            state,
-            batches,
-            seen=seen,
+        options = Options(
             steps=steps,
             evaluate=evaluate or {},
             every=every or steps,
@@ -284,58 +282,66 @@ def fit(
             log_every=log_every,
             best=best and (best, best_mode),
             early_stop=early_stop,
-            progress=progress,
             on_step=on_step,
             nonfinite=nonfinite,
             debug=debug,
-            notes=notes,
             tune=tune,
-            plan=plan,
+            notes=notes,
             collects=collects,
         )
+        loop = Loop(
+            step,
+            state,
+            batches,
+            options=options,
+            signals=seen,
+            checkpoints=checkpoints,
+            progress=progress,
+            plan=plan,
+        )
+        run, reports = loop.run, loop.reports
         if checkpoints is not None:
-            run.checkpoints = stack.enter_context(checkpoints)
-            sample = run.example if run.alone else None  # each process may have rows of its own
+            stack.enter_context(checkpoints)
+            # With several processes, each one may have rows of its own.
+            sample = loop.feed.example if loop.spread.alone else None
             begun_with = {
                 "config": configured,
                 "steps": steps,
                 "data": identity(batches, run.at, sample),
             }
-            if run.alone and hasattr(
-                step, "identity"
-            ):  # of a population, whose hyperparameters are in the state
-                begun_with["step"] = step.identity(run.state, run.spread.shapes(lambda: sample))
-            _begin(run, workdir, begun_with, config, restart=restart)
+            if loop.spread.alone and hasattr(step, "identity"):
+                # A population, whose hyperparameters are in the state.
+                begun_with["step"] = step.identity(run.state, loop.feed.shapes())
+            _begin(run, seen, workdir, begun_with, config, restart=restart)
             if profile_steps is not None and jax.process_index() == 0:
-                run.profiled = _profiling.Profiling(run, profile_steps, location(workdir))
-                stack.callback(run.profiled.close)
+                loop.profiled = _profiling.Profiling(
+                    profile_steps, location(workdir), run=run, reports=reports
+                )
+                stack.callback(loop.profiled.close)
             if jax.process_index() == 0:
 
                 def logs():
-                    logger = Logger(
-                        workdir,
-                        step=run.at,
-                        tensorboard=tensorboard,
-                        again=[*run.evaluate] * bool(run.loop["due"])
-                        + [f"train/{name}" for name in run.zeros] * run.unlogged,
-                    )
-                    logger.hyperparameters, logger.compared = configured, sorted(run.watched())
+                    again = []  # what a resumed run writes once more
+                    if run.loop["due"]:
+                        again += options.evaluate
+                    if run.unlogged:
+                        again += [f"train/{name}" for name in run.zeros]
+                    logger = Logger(workdir, step=run.at, tensorboard=tensorboard, again=again)
+                    logger.hyperparameters = configured
+                    logger.compared = sorted(options.watched())
                     return logger
 
-                run.logs, run.logger = logs, logs()
-                run.logger.note(run.at, f"began at step {run.at} of {steps}")
-                stack.callback(lambda: run.logger.close())
+                reports.open, reports.logger = logs, logs()
+                reports.note(run.at, f"began at step {run.at} of {steps}")
+                stack.callback(reports.close_logger)
         try:
-            run.train()
+            loop.train()
         except BaseException as error:
-            if run.logger is not None:
-                run.logger.note(
-                    run.at, f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                )
+            first_line = str(error).partition("\n")[0]
+            reports.note(run.at, f"ended by {type(error).__name__}: {first_line}")
             raise
         state = _best(run) if restore_best else run.state
-        if run.logger is not None:
-            run.logger.note(run.at, f"finished at step {run.at}")
+        reports.note(run.at, f"finished at step {run.at}")
         return state
 
 
@@ -382,16 +388,25 @@ def _counts(state, **counts):
     return checked
 
 
-def _begin(run: Run, workdir, begun_with: dict[str, Any], config: Any, *, restart: bool) -> None:
+def _begin(
+    run: RunState,
+    seen: Signals,
+    workdir: Any,
+    begun_with: dict[str, Any],
+    config: Any,
+    *,
+    restart: bool,
+) -> None:
     """Locks the run's folder and restores the newest checkpoint. The caller must have checked all
-    arguments of
-    `fit`."""
-    try:  # a store's lock may have to expire first
-        with run.seen.interrupting(run.alone and isinstance(run.checkpoints.folder, StorePath)):
+    arguments of `fit`."""
+    folder = run.checkpoints.folder
+    waits = run.spread.alone and isinstance(folder, StorePath)  # a store's lock may have to expire
+    try:
+        with seen.interrupting(waits):
             run.checkpoints.lock()
     except Stopping:
         raise Interrupted(
-            f"{run.seen.received}: stopped while waiting for the lock of {run.checkpoints.folder}; "
+            f"{seen.received}: stopped while waiting for the lock of {folder}; "
             "nothing was trained or changed"
         ) from None
     if restart and jax.process_index() == 0:
@@ -402,21 +417,22 @@ def _begin(run: Run, workdir, begun_with: dict[str, Any], config: Any, *, restar
         before = run.checkpoints.notes(run.saved).get("fit", {})
         compare(before, begun_with, config, workdir)
         begun_with["step"] = before.get("step", {}) | begun_with.get("step", {})
-        run.say(f"resumed at step {run.at} from {run.checkpoints.folder / str(run.at)}")
+        run.reports.say(run.at, f"resumed at step {run.at} from {folder / str(run.at)}")
     if begun_with["config"] is not None and jax.process_index() == 0:
         save_config(begun_with["config"], workdir)
     if run.spread.plan is not None and jax.process_index() == 0:
         (location(workdir) / PLAN).write_text(f"{run.spread.plan}\n")
-    run.facts["fit"] = begun_with | run.criteria()
+    run.facts["fit"] = begun_with | run.options.criteria()
 
 
-def _best(run: Run) -> Any:
+def _best(run: RunState) -> Any:
     step = run.checkpoints.best()
+    metric, _ = run.options.best
     if step is None:
         warnings.warn(
-            f"restore_best: '{run.best[0]}' was never finite, so the last state is returned",
+            f"restore_best: '{metric}' was never finite, so the last state is returned",
             stacklevel=3,
         )
         return run.state
-    run.say(f"returning the state of step {step}, the best by {run.best[0]}")
+    run.reports.say(run.at, f"returning the state of step {step}, the best by {metric}")
     return run.checkpoints.restore(run.state, step, part="state")

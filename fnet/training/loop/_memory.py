@@ -4,18 +4,16 @@ estimates the largest batch that fits."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from fnet import hardware as hw
-from fnet.parallel import _planner
+from fnet.parallel import Plan, _planner
 from fnet.parallel._estimate import Estimate, Split, estimate
 from fnet.parallel._planner import ROOM
 from fnet.training.checkpoints import _leaves
-
-if TYPE_CHECKING:
-    from fnet.training.loop._run import Run
 
 _SHOWN = 6
 _GUESSES = 6
@@ -43,43 +41,54 @@ def exhausted(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def error(reason: BaseException, run: Run) -> OutOfMemory:
-    """Returns an `OutOfMemory` error. XLA's own error does not name the arrays that use the memory."""
-    first = "the first step" if run.clock.compiled is None else f"the step, near step {run.at},"
-    lines = [f"{run.busy or first} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
-    step, batch, plan = run.step, run.batch_kinds.shapes(), run.spread.plan
-    device = next(
-        iter(
-            next(
-                x for x in jax.tree.leaves(run.state) if isinstance(x, jax.Array)
-            ).sharding.device_set
-        )
-    )
+def error(
+    reason: BaseException,
+    during: str,
+    *,
+    evaluating: bool,
+    step: Callable,
+    state: Any,
+    batch: Any,
+    plan: Plan | None,
+) -> OutOfMemory:
+    """Returns an `OutOfMemory` error. XLA's own error does not name the arrays that use the memory.
+
+    Args:
+      reason: XLA's error.
+      during: what the run was doing, such as "the first step".
+      evaluating: whether this was an evaluation, whose own arrays are not known.
+      step: the user's step.
+      state: the state of the run, whose arrays may have been donated.
+      batch: a tree with the shapes and dtypes of the last batch.
+    """
+    lines = [f"{during} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    device = next(iter(arrays[0].sharding.device_set))
     memory = hw.detect(device).per_device.memory_bytes
-    state, batch = jax.tree.map(_shape, (run.state, batch))
-    held = (
-        (state, batch)
-        if plan is None
-        else jax.tree.map(_part, (state, batch), (plan.state, plan.batch))
-    )
+    state, batch = jax.tree.map(_shape, (state, batch))
+    held_state, held_batch = state, batch
+    if plan is not None:
+        held_state = jax.tree.map(_part, state, plan.state)
+        held_batch = jax.tree.map(_part, batch, plan.batch)
     largest = [
         (x.size * x.dtype.itemsize, f"{x.dtype.name}{list(x.shape)} {name}{path}")
-        for name, tree in (("", held[0]), ("batch/", held[1]))
+        for name, tree in (("", held_state), ("batch/", held_batch))
         for path, x in _leaves.paths(tree).items()
         if not _leaves.is_key(x)
     ]
-    if not run.busy:
+    if not evaluating:
         try:
             lines += _needs(step, state, batch, plan, memory, largest)
         except Exception as failed:  # an error in the report must not hide the original error
             lines.append(f"  (what it needs cannot be estimated: {type(failed).__name__})")
     largest.sort(key=lambda array: -array[0])
     where = " on each device" if plan else ""
-    lines.append(f"  largest arrays{' of the state and batch' if run.busy else ''}{where}:")
+    which = " of the state and batch" if evaluating else ""
+    lines.append(f"  largest arrays{which}{where}:")
     lines += [f"    {_gib(size):>9}  {what}" for size, what in largest[:_SHOWN]]
     lines.append(
         "Use a smaller batch_size in tr.evaluator"
-        if run.busy
+        if evaluating
         else "Use a smaller batch, ft.microbatch, ft.rematerialize, or more devices (parallel.plan)"
     )
     return OutOfMemory("\n".join(lines))

@@ -6,12 +6,12 @@ import html
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-if TYPE_CHECKING:
-    from fnet.training.loop._run import Run
+from fnet.training.loop._reports import Reports
+from fnet.training.loop._run_state import RunState
 
 FOLDER = "profile"
 _PAGE = (
@@ -55,13 +55,15 @@ class Profiling:
     profiled, because its time includes compilation.
 
     Args:
-      run: the run.
       steps: the steps to profile.
       folder: the run's folder, a local path.
+      run: where the run stands.
+      reports: told when the profile is written.
     """
 
-    def __init__(self, run: Run, steps: range, folder: Path):
-        self.run, self.steps, self.folder = run, steps, folder
+    def __init__(self, steps: range, folder: Path, *, run: RunState, reports: Reports):
+        self.steps, self.folder = steps, folder
+        self.run, self.reports = run, reports
         self.begun: int | None = None
         self.done = False
 
@@ -75,11 +77,11 @@ class Profiling:
                 self.begun is None
                 and not self.done
                 and at in self.steps
-                and self.run.clock.compiled is not None
+                and self.reports.clock.compiled is not None
             ):
                 self.start(args)
             result = advance(*args)
-            if self.begun is not None and at + 1 >= min(self.steps.stop, self.run.steps):
+            if self.begun is not None and at + 1 >= min(self.steps.stop, self.run.options.steps):
                 self.finish(advance, result, at + 1)
             return result
 
@@ -135,7 +137,7 @@ class Profiling:
         }.items():
             (folder / name).write_text(content, encoding="utf-8")
         found.trace.save(folder / "trace.json.gz")
-        self.run.say(f"profile of {title} in {folder}")
+        self.reports.say(self.run.at, f"profile of {title} in {folder}")
 
     def close(self) -> None:
         """Stops JAX's profiler if it is still running."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
-
-if TYPE_CHECKING:
-    from fnet.training.loop._run import Run
 
 _REPORTS = 8  # largest number of reports for one leaf
 
@@ -85,14 +82,26 @@ class Arguments:
         return ", ".join(words) if told else None
 
 
-def notice(run: Run, batch: Any) -> None:
-    """Reports an argument whose new shapes, dtypes or structure cause a new compilation of the
-    step."""
-    changed = run.batch_kinds.changed(batch)
-    if run.at <= run.begun + 1:  # later states have the shapes of the first result
-        changed = run.state_kinds.changed(run.state) or changed
-    if changed and not jax.config.jax_disable_jit:
-        run.say(f"step {run.at + 1} is compiled again: {changed}")
+class Recompilations:
+    """Notices when the step is compiled again: its arguments have new shapes, dtypes or structures."""
+
+    def __init__(self):
+        self.batch = Arguments("batch")
+        self.state = Arguments("state")
+
+    def notice(self, at: int, state: Any, batch: Any, *, begins: bool) -> str | None:
+        """Returns the reason why the step after step `at` is compiled again, or None.
+
+        Args:
+          begins: whether this is one of the first two steps of the process. Later states have the
+            shapes of the first result.
+        """
+        changed = self.batch.changed(batch)
+        if begins:
+            changed = self.state.changed(state) or changed
+        if not changed or jax.config.jax_disable_jit:
+            return None
+        return f"step {at + 1} is compiled again: {changed}"
 
 
 def _described(shape, dtype, weak) -> str:

@@ -22,6 +22,9 @@ class Spread:
     Args:
       plan: the result of `parallel.plan`, or None.
 
+    Attributes:
+      alone: whether this is the only process of the run.
+
     Raises:
       ValueError: `plan` is for devices that are not attached.
     """
@@ -34,6 +37,7 @@ class Spread:
                 "devices='local' or jax.devices() to run"
             )
         self.plan = plan
+        self.alone = jax.process_count() == 1
         self.rows = None if plan is None else LocalBatches(plan, False)
 
     def __str__(self) -> str:

@@ -4,37 +4,46 @@ with which the step is fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fnet import transforms
+from fnet import cost, transforms
 from fnet.training.loop import _provenance
 
 _LONG = 600  # seconds; for runs of at least this time, a minute of measurements is worthwhile
 
 
-def tuned(run: Any, advance: Callable) -> Callable:
-    """Applies `transforms.tune` to the step `advance`, and records the selected rewrite rules in
-    `run.facts`."""
-    if isinstance(run.tune, dict):
-        made = transforms.tune(advance, rules=run.tune)
+def tuned(
+    advance: Callable, arguments: tuple, *, rules: Mapping[str, bool] | None, measure: bool
+) -> tuple[Callable, str | None, list[str]]:
+    """Applies `transforms.tune` to a step.
+
+    Args:
+      advance: the step.
+      arguments: the arguments of the first call of `advance`. They are not donated.
+      rules: the rewrite rules of an earlier process of the run. Default None: they are selected.
+      measure: whether to select the rules by timing.
+
+    Returns:
+      The faster step, a description of the measurements if there were any, and the names of the
+      rewrite rules.
+    """
+    if rules is not None:
+        fast = transforms.tune(advance, rules=rules)
     else:
-        made = transforms.tune(advance, measure=_is_long(run))
-    measured = made.measured(run.state, run.loop["metrics"], run.watch, run.example)
-    if measured is not None:
-        run.say(f"tune: {measured}")
-    run.facts["tune"] = _provenance.chosen(made) if measured is None else sorted(measured.rules)
-    return made
+        fast = transforms.tune(advance, measure=measure)
+    measured = fast.measured(*arguments)
+    if measured is None:
+        return fast, None, _provenance.chosen(fast)
+    return fast, f"tune: {measured}", sorted(measured.rules)
 
 
-def _is_long(run) -> bool:
-    """Whether the run is on a CPU and takes at least 600 seconds (`_LONG`) at the CPU's peak rate."""
-    if (
-        run.use is None
-        or run.facts["kind"] != "cpu"
-        or run.spread.plan is not None
-        or not run.alone
-    ):
+def is_long(
+    utilization: Callable[[float], cost.MFU] | None, facts: Mapping[str, Any], steps: int
+) -> bool:
+    """Whether the run is on a CPU and takes at least 600 seconds (`_LONG`) for `steps` steps at the
+    CPU's peak rate."""
+    if utilization is None or facts["kind"] != "cpu":
         return False
-    share = run.use(1e-6).value  # share of the peak rate if a step took a million seconds
-    return share is not None and 1e6 * share * (run.steps - run.at) >= _LONG
+    share = utilization(1e-6).value  # share of the peak rate if a step took a million seconds
+    return share is not None and 1e6 * share * steps >= _LONG
