@@ -27,7 +27,7 @@ import optax
 
 from fnet import training as tr
 from fnet.training.checkpoints import _manifest
-from fnet.training.loop import _loop
+from fnet.training.loop import _program
 from fnet.training.record import _logs
 
 RNG = np.random.default_rng(0)
@@ -192,7 +192,7 @@ def run(
         )
         state = spread(state, mesh)
     evaluate = tr.evaluator(measure, DATA, batch_size=20)
-    writing, compiling = _manifest.write_arrays, _loop.Loop.compile
+    writing, compiling = _manifest.write_arrays, _program.Program.compile
 
     def evaluating(state):
         announce("evaluation")
@@ -207,15 +207,15 @@ def run(
         announce("save", 0.1 if slow == "save" else 0)
         return writing(path, arrays)
 
-    def compile_(self):
+    def compile_(self, *args):
         announce("compile")
-        return compiling(self)
+        return compiling(self, *args)
 
     watched = {
         "evaluate": {"test": evaluating},
         "early_stop": tr.EarlyStop(metric="test/accuracy", patience=10**6),
     }
-    _manifest.write_arrays, _loop.Loop.compile = write, compile_
+    _manifest.write_arrays, _program.Program.compile = write, compile_
     if log is not None:
         break_log(log)
     if called:

@@ -314,10 +314,10 @@ def fit(
                 begun_with["step"] = step.identity(run.state, loop.feed.shapes())
             _begin(run, seen, workdir, begun_with, config, restart=restart)
             if profile_steps is not None and jax.process_index() == 0:
-                loop.profiled = _profiling.Profiling(
+                loop.program.profiled = _profiling.Profiling(
                     profile_steps, location(workdir), run=run, reports=reports
                 )
-                stack.callback(loop.profiled.close)
+                stack.callback(loop.program.profiled.close)
             if jax.process_index() == 0:
 
                 def logs():

@@ -8,25 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fnet.parallel import Plan
-from fnet.training.checkpoints import _leaves
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.data._iterators import GUARANTEES
-from fnet.training.loop import (
-    _advance,
-    _compilation_cache,
-    _contract,
-    _memory,
-    _nonfinite,
-    _tuning,
-)
+from fnet.training.loop import _contract, _memory
 from fnet.training.loop._callbacks import StepEnd
 from fnet.training.loop._ending import Ending, Interrupted, PeerLost
 from fnet.training.loop._feed import Feed
 from fnet.training.loop._options import Options
+from fnet.training.loop._program import Program
 from fnet.training.loop._progress import Progress, duration
 from fnet.training.loop._recompile import Recompilations
 from fnet.training.loop._recovery import Recovery
@@ -34,7 +26,6 @@ from fnet.training.loop._reports import Reports, scalars
 from fnet.training.loop._run_state import RunState
 from fnet.training.loop._signals import GRACE, Signals, Stopping
 from fnet.training.loop._spread import Spread
-from fnet.training.loop._utilization import utilization
 from fnet.training.record import _metrics
 
 _IN_FLIGHT = 2  # steps that the device may be behind the host, which limits the time to stop
@@ -54,14 +45,12 @@ class Loop:
     Attributes:
       run: where the run stands, which is what a checkpoint holds.
       feed: the batches.
+      program: the compiled step.
       reports: what the run tells its user.
       recovery: handles steps that are not finite.
       ending: ends the run early.
-      profiled: wraps the compiled step, to profile some of its calls.
     """
 
-    advance: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]]
-    profiled: Callable[[Callable], Callable] = staticmethod(lambda advance: advance)
     busy: str | None = None  # the current activity, if it is not a step
 
     def __init__(
@@ -76,32 +65,27 @@ class Loop:
         progress: Progress | None,
         plan: Plan | None,
     ):
-        self.step = step
         self.options = options
         self.signals = signals
-        function = getattr(step, "__qualname__", type(step).__name__)
-        self.name = f"{function} with {[jnp.shape(x) for x in jax.tree.leaves(state)]}"
-        _compilation_cache.preload(self.name)
-        self.spread = spread = Spread(plan)
-        placed = spread.state(state)
+        self.spread = Spread(plan)
+        self.program = Program(step, state, options=options, spread=self.spread)
+        placed = self.spread.state(state)
         self.reports = Reports(progress, options.steps)
-        self.feed = Feed(batches, steps=options.steps, spread=spread, signals=signals)
+        self.feed = Feed(batches, steps=options.steps, spread=self.spread, signals=signals)
         self._read_example(int(placed.step))
-        self.traced = _contract.traced(getattr(step, "plain", step))  # as one function
-        metrics = _contract.metrics_of(self.traced, placed, self.feed.shapes())
-        zeros = _metrics.zeros(metrics)
+        zeros = self.program.zeros(placed, self.feed.shapes())
         _contract.check_watched(options.watched(), options.evaluate, state=placed)
         self.run = RunState(
             placed,
             zeros,
             options=options,
-            spread=spread,
+            spread=self.spread,
             feed=self.feed,
             reports=self.reports,
             checkpoints=checkpoints,
         )
         self.recovery = Recovery(
-            step,
+            self.program,
             state if options.debug else None,
             options=options,
             run=self.run,
@@ -158,12 +142,8 @@ class Loop:
         run, reports = self.run, self.reports
         self.ending.obey(boundary=True)
         if reports.listened:
-            reports.utilization = utilization(self.traced, run.state, self.feed.shapes())
-        if hasattr(self.step, "prepare"):  # of a population: it measures how its members run
-            run.facts["members"] = self.step.prepare(
-                run.state, self.feed.example, run.facts.get("members")
-            )
-        self.compile()
+            reports.utilization = self.program.utilization(run.state, self.feed.shapes())
+        self.program.compile(run, self.feed.example, reports)
         self.feed.example = None
         reports.restart_clock()
         self.feed.start(run.at, run.offset)
@@ -172,48 +152,6 @@ class Loop:
                 self.iterate()
         finally:
             self.feed.close()
-
-    def compile(self) -> None:
-        """Prepares the function that runs the step, checks its results and sums its metrics. XLA
-        compiles it when it is first called."""
-        run = self.run
-        exempt = _nonfinite.exempt(run.state)
-        if hasattr(self.step, "prepare"):  # a population handles members that diverge
-            exempt |= {path for path in _leaves.paths(run.state) if path.startswith("members/")}
-        plain = self.spread.plan is None and not hasattr(self.step, "plain")
-        advance = _advance.function(
-            self.traced if plain else self.spread.step(self.step),
-            run.state,
-            keeps=self.options.skips,
-            exempt=exempt,
-            metrics=bool(self.options.on_step),
-        )
-        if self.options.tune and not getattr(
-            self.step, "separate", False
-        ):  # tunes its own programs
-            advance = self._tuned(advance)
-        self.advance = self.profiled(advance)
-        self.recovery.exempt = exempt
-        self.recovery.advance = self.advance
-
-    def _tuned(self, advance: Callable) -> Callable:
-        run = self.run
-        measure = (
-            run.rules is None
-            and self.spread.plan is None
-            and self.spread.alone
-            and _tuning.is_long(self.reports.utilization, run.facts, self.options.steps - run.at)
-        )
-        fast, found, rules = _tuning.tuned(
-            advance,
-            (run.state, run.loop["metrics"], run.watch, self.feed.example),
-            rules=run.rules,
-            measure=measure,
-        )
-        if found is not None:
-            self.reports.say(run.at, found)
-        run.facts["tune"] = rules
-        return fast
 
     def iterate(self) -> None:
         """Makes one step, and does all that is due after it."""
@@ -247,7 +185,7 @@ class Loop:
         if compiles is not None:
             self.reports.say(run.at, compiles)
         with self.ending.rescuing():  # for example, the step cannot be traced with this batch
-            run.state, run.loop["metrics"], run.watch, metrics = self.advance(
+            run.state, run.loop["metrics"], run.watch, metrics = self.program.advance(
                 run.state, run.loop["metrics"], run.watch, batch
             )
         run.at += 1
@@ -261,7 +199,7 @@ class Loop:
         run, clock = self.run, self.reports.clock
         jax.block_until_ready(run.state)
         run.check_counter()
-        _compilation_cache.remember(self.name)
+        self.program.remember()
         if self.options.collects:  # during tracing, it would take up to a fifth of the time
             gc.enable()
         clock.start(run.at)
@@ -348,7 +286,7 @@ class Loop:
             error,
             self.busy or during,
             evaluating=self.busy is not None,
-            step=self.step,
+            step=self.program.step,
             state=self.run.state,
             batch=self.recompilations.batch.shapes(),
             plan=self.spread.plan,

@@ -4,7 +4,6 @@ with an explanation."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from fnet.training.loop import _nonfinite
 from fnet.training.loop._feed import Feed
 from fnet.training.loop._nonfinite import Diverged
 from fnet.training.loop._options import Options
+from fnet.training.loop._program import Program
 from fnet.training.loop._reports import Reports
 from fnet.training.loop._run_state import RunState
 from fnet.training.loop._signals import Stopping
@@ -27,21 +27,14 @@ class Recovery:
     """Handles steps whose state or metrics are not finite.
 
     Args:
-      step: the user's step, in which `debug` looks for the layer at fault.
+      program: the step, in which `debug` looks for the layer at fault.
       given: the state that was passed to `fit`, from which `debug` may replay the run. None without
         `debug`.
-
-    Attributes:
-      exempt: the paths of the leaves of the state that may be infinite.
-      advance: the compiled step, for a replay.
     """
-
-    exempt: Collection[str] = ()
-    advance: Callable
 
     def __init__(
         self,
-        step: Callable,
+        program: Program,
         given: Any,
         *,
         options: Options,
@@ -49,7 +42,7 @@ class Recovery:
         feed: Feed,
         reports: Reports,
     ):
-        self.step = step
+        self.program = program
         self.given = given
         self.options = options
         self.run = run
@@ -118,7 +111,7 @@ class Recovery:
 
     def _called(self) -> str:
         """Returns the name of the first leaf that was not finite."""
-        leaves = _nonfinite.watched(self.run.zeros, self.run.state, self.exempt)
+        leaves = _nonfinite.watched(self.run.zeros, self.run.state, self.program.exempt)
         name, _ = leaves[int(self.run.watch["leaf"])]
         return name
 
@@ -153,6 +146,6 @@ class Recovery:
                 batch = batches()
                 if i == bad - 1:
                     before = jax.tree.map(jnp.copy, state), batch
-                state, _, watch, _ = self.advance(state, run.fresh_metrics(), watch, batch)
-            return _nonfinite.first_layer(self.step, (state, batches()), before)
+                state, _, watch, _ = self.program.advance(state, run.fresh_metrics(), watch, batch)
+            return _nonfinite.first_layer(self.program.step, (state, batches()), before)
         return "A signal ended the replay"
