@@ -14,8 +14,7 @@ import numpy as np
 
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._reading import CheckpointError
-from fnet.training.loop import _nonfinite, _positions, _provenance
-from fnet.training.loop._early_stop import better
+from fnet.training.loop import _best_values, _nonfinite, _positions, _provenance
 from fnet.training.loop._feed import Feed
 from fnet.training.loop._fingerprint import ResumeWarning
 from fnet.training.loop._options import Options
@@ -73,10 +72,7 @@ class RunState:
         self.zeros = zeros if spread.alone else jax.tree.map(np.asarray, zeros)
         self.loop = {
             "metrics": spread.whole(self.zeros),
-            "best": np.array(math.nan),  # the best value of the metric of early stopping
-            "stale": np.array(0),  # the evaluations since then
-            "stopped": np.array(False),
-            "top": np.array(math.nan),  # the best value of the metric that `best` names
+            **_best_values.start(),
             "due": np.array(False),  # whether the evaluation at this step is pending
             "offset": np.array(0),  # step i uses batch i + offset
             "skipped": np.array(0, np.int32),
@@ -131,36 +127,15 @@ class RunState:
                 "Use state.apply(tx, grads), or state.replace(step=state.step + 1)"
             )
 
-    # Best values.
+    # Evaluations.
 
     def judge(self, values: Mapping[str, Any]) -> bool:
-        """Returns whether the monitored metric has its best value so far, and updates the counter
-        of early stopping."""
-        improved = self._improves(values)
-        rule = self.options.early_stop
-        if rule is None:
-            return improved
-        best, stale = rule.update(
-            float(self.loop["best"]), int(self.loop["stale"]), float(values[rule.metric])
-        )
-        self.loop |= {"best": np.array(best), "stale": np.array(stale)}
-        if stale >= rule.patience:
-            self.stop()
-            self.reports.say(
-                self.at,
-                f"stopped early: {rule.metric} has not been better than {best:.4g} for {stale} "
-                f"evaluations",
-            )
-        return improved
-
-    def _improves(self, values: Mapping[str, Any]) -> bool:
-        if self.options.best is None:
-            return False
-        name, mode = self.options.best
-        value = float(values[name])
-        improved = better(value, float(self.loop["top"]), mode)
-        if improved:
-            self.loop["top"] = np.array(value)
+        """Returns whether the monitored metric has its best value so far, and stops the run if it
+        has not improved for too long."""
+        improved = _best_values.update(self.loop, values, self.options)
+        reason = _best_values.stop_early(self.loop, values, self.options)
+        if reason is not None:
+            self.reports.say(self.at, reason)
         return improved
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
@@ -281,22 +256,13 @@ class RunState:
         self.restart_watch(self.loop["skipped"])
         notes = self.checkpoints.notes(self.at)
         self.unlogged = notes.get("unlogged", False)
-        self._forget_other_criteria(notes.get("fit", {}))
+        _best_values.forget_others(self.loop, notes.get("fit", {}), self.options)
         evaluated = notes.get("evaluated")  # amended after the evaluation of this step
         if not self.loop["due"] or evaluated is None:
             return
         if self.options.watched() <= evaluated.keys():
             self.loop["due"] = np.array(False)
             self.judge({k: math.nan if value is None else value for k, value in evaluated.items()})
-
-    def _forget_other_criteria(self, before: Mapping[str, Any]) -> None:
-        """Forgets the best values of another metric, because values of two metrics cannot be
-        compared."""
-        now = self.options.criteria()
-        if before.get("best", now["best"]) != now["best"]:
-            self.loop["top"] = np.array(math.nan)
-        if before.get("early_stop", now["early_stop"]) != now["early_stop"]:
-            self.loop |= {"best": np.array(math.nan), "stale": np.array(0)}
 
     def rollback_target(self, most: int) -> int | None:
         """Returns the step of the checkpoint to roll back to: the last one up to step `most` that
