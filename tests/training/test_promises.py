@@ -280,7 +280,7 @@ SITUATIONS = {  # "resumes exactly" in other situations
     "an error ends it in the same way": "training/test_promises.py::test_interrupted_it_ends_with_the_same_error",
     "a population": "search/test_population.py::test_fit_logs_saves_and_resumes_bit_by_bit",
     "population-based training": "search/test_algorithms.py::test_pbt_resumes_bit_by_bit",
-    "federated averaging": "search/test_federated.py::test_fit_resumes_bit_by_bit",
+    "federated averaging": "federated/test_federated.py::test_fit_resumes_bit_by_bit",
     "halving": "search/test_algorithms.py::test_halving_continues_its_own_search",
     "a sweep": "search/test_sweep.py::test_a_killed_trial_continues",
 }
