@@ -19,7 +19,7 @@ PROGRAM = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read
 # Kills its own process when it has written the metrics of step 75, which no checkpoint holds yet.
 KILLED = """
 import os, signal
-from fnet.training import _logs
+from fnet.training.record import _logs
 write = _logs.Logger.write
 def killing(self, step, values):
     write(self, step, values)
