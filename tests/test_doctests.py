@@ -41,6 +41,8 @@ NEEDS = {
     "fnet.hardware._history.plot": ("matplotlib",),
     "fnet.models.tokenizers._tokenizers.HuggingFaceTokenizer": ("tokenizers",),
     "fnet.models.weights._gguf.load_gguf": ("gguf",),
+    "fnet.serve._application.application": ("starlette", "uvicorn"),
+    "fnet.serve._run.run": ("starlette", "uvicorn"),
 }
 
 

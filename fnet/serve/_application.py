@@ -40,6 +40,14 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
     Raises:
         ImportError: Starlette is not installed (fnet[serve]).
         ValueError, BundleError, OSError: a file or an option is not valid.
+
+    >>> import tempfile
+    >>> program = export.program(lambda params, x: 2 * x, {}, x=export.spec("b"))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     program.save(f"{folder}/double.fnet")
+    ...     app = serve.application([f"{folder}/double.fnet"])
+    >>> "/v2/models/{model}/infer" in [route.path for route in app.routes]
+    True
     """
     try:
         from starlette.applications import Starlette

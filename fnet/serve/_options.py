@@ -45,6 +45,9 @@ class Options:
             outputs of the model. When the server starts, it tests this at sizes that need padding,
             and ends with an error if an output changes or if the test shows nothing. By default,
             inputs are not padded.
+
+    >>> serve.Options(port=0, pad={"t": (64, 128)}).max_batch
+    32
     """
 
     host: str = "127.0.0.1"

@@ -35,6 +35,10 @@ def run(
     Raises:
         ImportError: Starlette or uvicorn is not installed (fnet[serve]).
         ValueError, BundleError, OSError: a file or an option is not valid, or the port is in use.
+
+    >>> serve.run(["absent.fnet"])
+    Traceback (most recent call last):
+    FileNotFoundError: [Errno 2] No such file or directory: 'absent.fnet'
     """
     options = options or Options()
     app = application(files, options)

@@ -9,7 +9,7 @@ from jax import lax
 
 from fnet import export
 from fnet import layers as nn
-from fnet.export import _examples
+from fnet.export import _examples, _stable
 from fnet.export._choices import choices
 from fnet.export.onnx import _elementwise
 from fnet.export.standalone import _interpret, _outputs, _rounding, _sizes
@@ -265,7 +265,7 @@ def test_a_legal_program(name, tmp_path):
 
 
 def drawn(example, kind, sizes):
-    ranges = _examples.Ranges(export._program._stable.stable(example.entries["predict"].closed)[0])
+    ranges = _examples.Ranges(_stable.stable(example.entries["predict"].closed)[0])
     return _examples.drawn(example.entries["predict"].inputs, sizes, ranges, kind)
 
 

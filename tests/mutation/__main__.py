@@ -39,12 +39,7 @@ BATCHES = 24, 200, None  # how many tests run in one process, for one fault
 
 
 def modules(root, package):
-    """The modules of a package; "cli": those of fnet itself."""
-    return sorted(
-        (root / "fnet").glob("*.py")
-        if package == "cli"
-        else (root / "fnet" / package).rglob("*.py")
-    )
+    return sorted((root / "fnet" / package).rglob("*.py"))
 
 
 def edited(fault, root=ROOT):

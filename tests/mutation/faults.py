@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """`before` occurs exactly once in the modules of the package ("cli": of fnet itself) and
+    """`before` occurs exactly once in the modules of the package and
     becomes `after`."""
 
     package: str
@@ -39,15 +39,15 @@ FAULTS = (
         "a multiplication and an addition count as one FLOP",
     ),
     Fault(
-        "jaxpr",
+        "axes",
         "return len(batched[0]) + skipped + own.index(note)",
         "return len(batched[0]) + own.index(note)",
         "the batch axis of a product's right operand is misplaced",
     ),
     Fault(
-        "jaxpr",
-        "[inputs[0] or any(branch) for branch",
-        "[any(branch) for branch",
+        "transforms",
+        "axis, size) for body in inside]\n        return [inputs[0] or any(branch)",
+        "axis, size) for body in inside]\n        return [any(branch)",
         "a branch chosen by values that differ is called replicated",
     ),
     Fault(
@@ -57,7 +57,7 @@ FAULTS = (
         "an equation inside a transposed scope is called forward",
     ),
     Fault(
-        "jaxpr",
+        "transforms",
         "jnp.where(index == i, x, old)",
         "jnp.where(index >= i, x, old)",
         "a later iteration of a scan is captured",
@@ -71,8 +71,8 @@ FAULTS = (
     ),
     Fault(
         "layers",
-        "explicit = [(total // 2, total - total // 2)",
-        "explicit = [(total - total // 2, total // 2)",
+        "(total // 2, total - total // 2)\n                for total in",
+        "(total - total // 2, total // 2)\n                for total in",
         "SAME pads a transposed convolution on the wrong side",
     ),
     Fault(
@@ -106,7 +106,7 @@ FAULTS = (
         "recurrent layers accumulate in bfloat16",
     ),
     Fault(
-        "hardware",
+        "cost",
         'again = flops if each.kind == "matmul" and op.recomputed else 0',
         'again = flops if each.kind == "matmul" else 0',
         "all products count as recomputed",
@@ -118,7 +118,7 @@ FAULTS = (
         "a MIG slice has the peak rates of the whole GPU",
     ),
     Fault(
-        "hardware",
+        "cost",
         "wasted, times = matmul.flops * (1 / fill - 1), matmul.times",
         "wasted, times = matmul.flops * (1 - fill), matmul.times",
         "the waste of partly filled tiles is too small",
@@ -130,7 +130,7 @@ FAULTS = (
         "training stores parameters in 16 bits",
     ),
     Fault(
-        "hardware",
+        "cost",
         "work / (vector * share)",
         "work / vector",
         "elementwise work runs at the peak of all chips",
@@ -155,8 +155,8 @@ FAULTS = (
     ),
     Fault(
         "transforms",
-        "swapped = all(f == [len(c)]",
-        "swapped = all(len(f) == 1",
+        "all(f == [len(c)] and not b",
+        "all(len(f) == 1 and not b",
         "a product with several contracted axes is transposed",
     ),
     Fault(

@@ -230,11 +230,12 @@ def test_reshard_follows():
 
 def test_every_primitive_of_the_lists_is_tested():
     """pbroadcast appears only in what JAX itself makes of shard_map; reshard has a test of its own.
-    site is fnet's, and removed before autocast."""
+    site and divided are fnet's: the first is removed before autocast, and the second is on meshes."""
     of = lambda *precisions: {
         name for name, each in _primitives._TRAITS.items() if each.precision in precisions
     }
     assert of("exact", "arithmetic") - FOLLOW.keys() - COLLECTIVE.keys() == {
+        "divided",
         "pbroadcast",
         "reshard",
         "site",
