@@ -154,9 +154,8 @@ def optimizer(
                                          "embed/.*": "vocab out", "head/kernel": "in logits"})
 
     Muon orthogonalizes the matrices between hidden features, among them the kernels of convolutions
-    as [height * width
-    * in, out]. Adam updates all other parameters: biases, scales, embeddings, and kernels whose
-      outputs are logits.
+    as [height * width * in, out]. Adam updates all other parameters: biases, scales, embeddings,
+    and kernels whose outputs are logits.
 
     Args:
       name: one of `OPTIMIZERS`. "momentum" and "nesterov" are SGD with momentum 0.9.
