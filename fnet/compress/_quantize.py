@@ -28,8 +28,8 @@ from fnet.jaxpr import materialize as _materialized
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized(ImplicitArray):
-    """A quantized parameter, which stores low-bit codes and float32 scales: `values = decode(codes)
-    * scale`.
+    """A quantized parameter, which stores low-bit codes and float32 scales: `values =
+    decode(codes) * scale`.
 
     `quantize` creates `Quantized` parameters.
 

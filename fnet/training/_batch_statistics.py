@@ -26,8 +26,8 @@ def batch_statistics(
     parameters. Each statistic, such as the mean of an activation, is computed for each of the given
     batches, and the new running statistic is the mean of the results.
 
-    The function works for any model whose state contains running averages `new = m * old + (1 - m)
-    * statistic`, and for averages that are divided by `1 - m ** counter`, either when they are
+    The function works for any model whose state contains running averages `new = m * old + (1 -
+    m) * statistic`, and for averages that are divided by `1 - m ** counter`, either when they are
     updated (Haiku's BatchNorm) or when they are used (Equinox's BatchNorm with mode="batch"). It
     finds m, and which arrays are averages, by calling the model with several states. m may differ
     from element to element and from batch to batch: a mean of each class, for example, that a batch
