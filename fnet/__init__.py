@@ -3,8 +3,8 @@
 A model is a function of a plain parameter tree (`fnet.layers`). `fnet.transforms` contains function
 transformations for models, such as the conversion to mixed precision. `fnet.hardware` describes
 chips and selects the dtypes that suit each chip. The packages `fnet.compress`, `fnet.cost`,
-`fnet.export`, `fnet.federated`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`, `fnet.search`,
-`fnet.serve` and `fnet.training` are imported on first use.
+`fnet.export`, `fnet.federated`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`,
+`fnet.search`, `fnet.serve` and `fnet.training` are imported on first use.
 """
 
 import importlib

@@ -39,9 +39,8 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
         f'<script type="application/json" id="data">{as_json(data)}</script>\n<script>{js}</script>\n'
         "</body>\n</html>\n"
     )
-    return text.encode(
-        "utf-8", "replace"
-    ).decode()  # replaces lone surrogates, as in names of files
+    # Replaces lone surrogates, as in names of files.
+    return text.encode("utf-8", "replace").decode()
 
 
 def fill(name: str, **parts: str) -> str:

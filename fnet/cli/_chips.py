@@ -162,9 +162,8 @@ def _comparison(item: Any) -> list[tuple[str, str]]:
 
     formulas = {(c.dtype, c.formula): c.flops for c in hw.computed(item)}
     checks = hw.checks(item)
-    formulas |= {
-        (c.dtype, c.formula): c.computed for c in checks
-    }  # some published peaks refer to another clock
+    # Some published peaks refer to another clock.
+    formulas |= {(c.dtype, c.formula): c.computed for c in checks}
     rows = []
     for (dtype, formula), flops in formulas.items():
         text = [f"{formula} = {si(flops)}FLOP/s"]

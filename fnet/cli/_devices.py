@@ -68,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
         for mode in ("train", "inference"):
             policy = hw.policy(devices[0], mode)  # a CPU is probed once, as the reason states
             scaling = f", loss scaling from {policy.loss_scale:g}" if policy.loss_scale else ""
-            operands = str(policy).partition(", sums ")[
-                0
-            ]  # also of convolutions and of the residual stream
+            # Also of convolutions and of the residual stream.
+            operands = str(policy).partition(", sums ")[0]
             rows.append(
                 (
                     f"policy, {mode}",

@@ -29,10 +29,8 @@ from fnet.transforms import use_implicit_arrays
 
 _GAIN = 0.97  # a format is selected if it takes at most this fraction of the original time
 _ORIGINAL = "original"  # the name of the parameter's own dtype among the names of formats
-_COLD, _WORK = (
-    2**25,
-    2e9,
-)  # a measurement reads 2**25 bytes of parameters, but computes at most 2e9 FLOPs
+# A measurement reads 2**25 bytes of parameters, but computes at most 2e9 FLOPs.
+_COLD, _WORK = (2**25, 2e9)
 
 
 @dataclasses.dataclass(frozen=True)

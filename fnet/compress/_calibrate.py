@@ -104,9 +104,8 @@ class InputStatistics:
             value = bounds * 2 ** (-0.5 / _PER_OCTAVE)  # the middle of each bin
             step = bounds[:, None] / 127  # the step of codes for each candidate bound
             rounded = np.clip(np.round(value / step), -127, 127) * step
-            within_bin = (step < value / _PER_OCTAVE) & (
-                value < bounds[:, None]
-            )  # the error varies within the bin
+            # The error varies within the bin.
+            within_bin = (step < value / _PER_OCTAVE) & (value < bounds[:, None])
             error = np.where(within_bin, step**2 / 12, (rounded - value) ** 2)  # [candidate, bin]
             found = bounds[(counts @ error.T).argmin(-1)]
         else:

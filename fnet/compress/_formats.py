@@ -34,11 +34,8 @@ _NF4 = np.array(
     np.float32,
 )
 
-METHODS = (
-    "absmax",
-    "percentile",
-    "mse",
-)  # methods to compute the scale of activations from statistics
+# Methods to compute the scale of activations from statistics.
+METHODS = ("absmax", "percentile", "mse")
 
 
 class Format:

@@ -55,6 +55,5 @@ def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
 
     codes = jax.lax.fori_loop(0, n, one, (values[order], jnp.zeros_like(values)))[1]
     codes = jnp.zeros_like(values).at[order].set(codes)
-    return jnp.where(
-        jnp.isfinite(lower).all(), codes, rounded(values / scale)
-    )  # a code of NaN would be a number
+    # A code of NaN would be a number.
+    return jnp.where(jnp.isfinite(lower).all(), codes, rounded(values / scale))

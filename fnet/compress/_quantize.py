@@ -108,9 +108,8 @@ class Quantized(ImplicitArray):
         codes = self.format.decode(self._unpack(take(self.codes)), jnp.float32)  # [..., *shape[1:]]
         if self.scale.shape[0] == self.shape[0]:
             return self._scaled(codes, take(self.scale)).astype(self.dtype)
-        known = take(
-            jnp.ones((self.shape[0], *(1,) * (self.ndim - 1)))
-        )  # NaN for indices out of range
+        # NaN for indices out of range.
+        known = take(jnp.ones((self.shape[0], *(1,) * (self.ndim - 1))))
         scale = lax.expand_dims(self.scale.squeeze(0), range(codes.ndim - self.ndim + 1))
         return (self._scaled(codes, scale) * known).astype(self.dtype)
 

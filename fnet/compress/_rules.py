@@ -13,12 +13,8 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from fnet.jaxpr import is_implicit
 
-_VECTORS = {
-    "bias",
-    "scale",
-    "b",
-    "offset",
-}  # names in fnet, Flax and Haiku; if stacked, they have two axes
+# Names in fnet, Flax and Haiku; if stacked, they have two axes.
+_VECTORS = {"bias", "scale", "b", "offset"}
 
 
 def is_kernel(path: Any, leaf: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Evaluates the stable form of a program (JSON data, which does not depend on JAX's version) with JAX."""
+"""Evaluates the stable form of a program (JSON data, which does not depend on JAX's version) with
+JAX."""
 
 from __future__ import annotations
 
@@ -26,9 +27,8 @@ def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Cal
     """
     description, stable = bundle.manifest["entries"][name], bundle.stable(name)
     if _signature.is_wide(stable) and not jax.config.jax_enable_x64:
-        program = bundle._program(
-            name
-        )  # contains its dtypes, which JAX would narrow if it traced them
+        # Contains its dtypes, which JAX would narrow if it traced them.
+        program = bundle._program(name)
         return lambda weights, inputs: program(
             {name: weights[name] for name in description["weights"]}, inputs
         )

@@ -20,10 +20,11 @@ from fnet.export._tree import described_leaves, size_variables
 from fnet.export.standalone import _signature, _sizes
 
 ROUNDS = "usual", "extreme", "special"
+# An integer after them is an index if it was one before.
 _PASSING = set(
     """reshape broadcast transpose convert add sub max min clamp concatenate slice reverse pad neg gather
 dynamic_slice select rem""".split()
-)  # an integer after them is an index if it was one before
+)
 _COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
 _FAR = 0.0, -0.0, 0.5, -1.5, 2.5, 1e-4, -1e-6, 20.0, -20.0, 100.0, 1e4, -1e4
 _BEYOND = 1e10, -1e10, 300.0, -1.0  # for casts to integers, which saturate

@@ -1,4 +1,5 @@
-"""Rounds of federated averaging (McMahan et al., 2017): what a client computes, and what the server combines."""
+"""Rounds of federated averaging (McMahan et al., 2017): what a client computes, and what the server
+combines."""
 
 from __future__ import annotations
 

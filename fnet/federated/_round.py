@@ -44,9 +44,8 @@ class Round:
         self._batch = min(batch_size or self._longest, self._longest)
         self._per_epoch = -(-self._longest // self._batch)
         self._steps = epochs * self._per_epoch
-        self._full = bool(
-            (data.sizes > (self._per_epoch - 1) * self._batch).all()
-        )  # no client lacks a batch
+        # No client lacks a batch.
+        self._full = bool((data.sizes > (self._per_epoch - 1) * self._batch).all())
         every = [None] if devices is None else list(devices)
         self._each = sampled // len(every)  # clients of a device
         arrays = jax.tree.map(jnp.asarray, data.data), jnp.asarray(data.sizes)
@@ -163,9 +162,8 @@ class Round:
         (at, (data, sizes), server), client, longest = batch, hyper["client"], self._longest
         size, order_key = sizes[client], jax.random.fold_in(hyper["key"], at // self._per_epoch)
         draws = jax.random.uniform(order_key, (longest,))
-        order = jnp.argsort(
-            jnp.where(jnp.arange(longest, dtype=jnp.int32) < size, draws, 2.0)
-        )  # padding is last
+        # Padding is last.
+        order = jnp.argsort(jnp.where(jnp.arange(longest, dtype=jnp.int32) < size, draws, 2.0))
         positions = (at % self._per_epoch) * self._batch + jnp.arange(self._batch, dtype=jnp.int32)
         weight = (positions < size).astype(jnp.float32)
         rows = order[jnp.minimum(positions, longest - 1)]
@@ -188,9 +186,8 @@ class Round:
 
         def change(after, before):
             rows = lambda x: x.reshape(-1, *[1] * before.ndim)
-            moved = (
-                widened(after) - widened(before)[None]
-            )  # 16 bits have no room for sums of weights
+            # 16 bits have no room for sums of weights.
+            moved = widened(after) - widened(before)[None]
             moved = jnp.where(rows(answers), moved, 0)  # diverged clients may have NaNs
             return (rows(weights.astype(moved.dtype)) * moved).sum(0)
 

@@ -181,9 +181,8 @@ class _Run:
 
     def __init__(self, function, args):
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "tune: the compiler options"
-            )  # which do not apply here
+            # Which do not apply here.
+            warnings.filterwarnings("ignore", "tune: the compiler options")
             self.sites = {
                 site.name: site for site in ft.sites(function)(*args) if site.inside is None
             }

@@ -14,9 +14,8 @@ import numpy as np
 from fnet._util._text_table import aligned
 from fnet.jaxpr import array_leaves, check_function
 
-_STEPS = tuple(
-    2.0**-k for k in range(2, 14, 2)
-)  # relative to a leaf's norm; rounding errors dominate smaller steps
+# Relative to a leaf's norm; rounding errors dominate smaller steps.
+_STEPS = tuple(2.0**-k for k in range(2, 14, 2))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,9 +90,8 @@ def _cells(row) -> tuple[str, ...]:
 
 
 def _number(value) -> str:
-    return (
-        si(value) if isinstance(value, (int, float)) else f"({value}) "
-    )  # a symbolic size has no unit prefix
+    # A symbolic size has no unit prefix.
+    return si(value) if isinstance(value, (int, float)) else f"({value}) "
 
 
 def _table(summary, *, notes: bool) -> Table:

@@ -233,9 +233,8 @@ def as_function(f, args, train, options, caller="summary") -> tuple[Callable, An
         return run, params, (state, key, *args)
     if nnx is not None and isinstance(f, nnx.Module):
         graph, params, rest = nnx.split(ft.name_scopes(f), nnx.Param, ...)
-        fresh = lambda: jax.tree.map(
-            lambda x: x, rest
-        )  # variables that belong to the current trace
+        # Variables that belong to the current trace.
+        fresh = lambda: jax.tree.map(lambda x: x, rest)
         return (
             (lambda params, *inputs: nnx.merge(graph, params, fresh())(*inputs, **options)),
             params,

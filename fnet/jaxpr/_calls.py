@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from fnet import _jax
 
-INLINED = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
-)  # they only run their body
+# They only run their body.
+INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr"))
 CALLS = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"}
 """Primitives that run one jaxpr once. The inputs and outputs of the jaxpr are those of the
 equation."""
@@ -27,11 +26,8 @@ CONTROL_NAMES = (
     ("cond",),
     ("shard_map",),
 )  # in several JAX versions
-_COMBINERS = (
-    "update_jaxpr",
-    "select_jaxpr",
-    "scatter_jaxpr",
-)  # scalar functions that combine two elements
+# Scalar functions that combine two elements.
+_COMBINERS = ("update_jaxpr", "select_jaxpr", "scatter_jaxpr")
 _COMBINING = frozenset(("reduce", "reduce_window", "select_and_scatter"))
 
 

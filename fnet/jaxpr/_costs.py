@@ -92,17 +92,17 @@ def nbytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
+    # Correct also for types smaller than a byte.
     limits = (
         jnp.finfo
         if jnp.issubdtype(dtype, jnp.floating)
         else jnp.iinfo
         if jnp.issubdtype(dtype, jnp.integer)
         else None
-    )  # correct also for types smaller than a byte
+    )
     bits = limits(dtype).bits if limits else 8 * dtype.itemsize
-    return (
-        -(-_size(aval) * bits // 8) if bits % 8 else _size(aval) * (bits // 8)
-    )  # "/" would fail for symbolic sizes
+    # "/" would fail for symbolic sizes.
+    return -(-_size(aval) * bits // 8) if bits % 8 else _size(aval) * (bits // 8)
 
 
 def _dot(found: Product, ins: list[Any]) -> Cost:
@@ -132,13 +132,11 @@ def _ragged_dot(eqn: Any, ins: list[Any]) -> Cost:
 def _conv(found: Product, ins: list[Any], out: Any) -> Cost:
     rhs, spec = ins[1].shape, found.dimensions.rhs_spec
     features, window = rhs[spec[0]], math.prod(rhs[i] for i in spec[2:])
-    per_output = (
-        rhs[spec[1]] * window
-    )  # the kernel's input features are already divided by the groups
+    # The kernel's input features are already divided by the groups.
+    per_output = rhs[spec[1]] * window
     groups = math.prod(found.groups)
-    zeros = math.prod(
-        found.options["lhs_dilation"]
-    )  # in a transposed convolution, one of `zeros` inputs is nonzero
+    # In a transposed convolution, one of `zeros` inputs is nonzero.
+    zeros = math.prod(found.options["lhs_dilation"])
     macs = _size(out) * per_output // zeros
     rows = _size(out) // features
     return Cost(

@@ -83,10 +83,8 @@ class Interpreter:
     """
 
     def __init__(self, rule: Callable | None = None):
-        self._bodies, self.rule = (
-            weakref.WeakKeyDictionary(),
-            rule,
-        )  # `rule`: for subclasses that apply one function
+        # `rule`: for subclasses that apply one function.
+        self._bodies, self.rule = (weakref.WeakKeyDictionary(), rule)
 
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.

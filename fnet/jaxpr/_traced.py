@@ -13,10 +13,8 @@ from fnet.jaxpr import _mutable
 from fnet.jaxpr._static_leaves import array_leaves, is_array
 from fnet.jaxpr._values import as_array
 
-_TRACED = (
-    jax.Array,
-    jax.core.Tracer,
-)  # a traced jax.Ref is a Tracer, but not an Array: JAX rejects it
+# A traced jax.Ref is a Tracer, but not an Array: JAX rejects it.
+_TRACED = (jax.Array, jax.core.Tracer)
 
 
 class Traced:
@@ -39,17 +37,14 @@ class Traced:
             results, self._structure = jax.tree.flatten(
                 (_mutable.returned(result, new), _mutable.updates(new, modules))
             )
-            self._results = [
-                None if isinstance(x, _TRACED) else (x,) for x in results
-            ]  # constants in tuples
+            # Constants in tuples.
+            self._results = [None if isinstance(x, _TRACED) else (x,) for x in results]
             for x in results:
                 _check(x)
             return [x for x in results if isinstance(x, _TRACED)]
 
-        flat.__signature__, flat.__wrapped__ = (
-            inspect.signature(flat),
-            f,
-        )  # JAX's errors name f and its line
+        # JAX's errors name f and its line.
+        flat.__signature__, flat.__wrapped__ = (inspect.signature(flat), f)
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
 
     def result(self, arrays: Iterable) -> Any:

@@ -302,9 +302,8 @@ def _splitting(kernel, form, operands, results):
         return mesh, f, given, taken
 
     rule = f"{', '.join(map(_letters, operands))} -> {', '.join(map(_letters, results))}"
-    gathered = tuple(
-        c for c in dict.fromkeys("".join(operands)) if c in "tsd"
-    )  # in the order of the sharding rule
+    # In the order of the sharding rule.
+    gathered = tuple(c for c in dict.fromkeys("".join(operands)) if c in "tsd")
     split.def_partition(
         partition,
         infer_sharding_from_operands=lambda mesh, args, _: places(mesh, args)[1],

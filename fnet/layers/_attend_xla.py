@@ -108,9 +108,8 @@ class Products(NamedTuple):
     def read(self, x):
         if self.compute == self.operand:
             return _cast(x, self.compute)
-        x = _cast(
-            x, self.operand
-        )  # rounds the value but not the derivative; x + (rounded - x) is exact
+        # Rounds the value but not the derivative; x + (rounded - x) is exact.
+        x = _cast(x, self.operand)
         return x + lax.stop_gradient(_cast(_cast(x, self.compute), self.operand) - x)
 
     def rows(self, x, y):

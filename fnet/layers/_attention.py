@@ -335,9 +335,8 @@ class Attention(Layer):
 
     def _cache(self, scope, k):
         """Returns (keys, values, index) of the cache, or None if the caller passed none."""
-        batch, time, groups, dim = (
-            k.shape
-        )  # products read keys and values with the heads before the time
+        # Products read keys and values with the heads before the time.
+        batch, time, groups, dim = k.shape
         cache = (
             scope.state("cached_key", (batch, groups, time, dim), zeros, "cache", dtype=k.dtype),
             scope.state("cached_value", (batch, groups, time, dim), zeros, "cache", dtype=k.dtype),
@@ -392,12 +391,10 @@ class Attention(Layer):
         where = {name: x for name, x in where.items() if x is not None}
         scale = 1 / math.sqrt(dim) if self.scale is None else self.scale
         form = Form(self.causal, self.window, scale, tuple(where), softcap=self.softcap)
-        weights = attention_weights(
-            form, Products(q.dtype, q.dtype, None), q, k, *where.values()
-        )  # [b, h, t, s]
+        # [b, h, t, s]
+        weights = attention_weights(form, Products(q.dtype, q.dtype, None), q, k, *where.values())
         weights = Dropout(self.dropout)(scope["dropout"], tag(weights, "weights"))
         weights = weights.astype(v.dtype).reshape(b, k.shape[2], -1, k.shape[1])
-        y = lax.dot_general(
-            weights, v.transpose(0, 2, 1, 3), (((3,), (2,)), ((0, 1), (0, 1)))
-        )  # [b, g, h/g t, d]
+        # [b, g, h/g t, d]
+        y = lax.dot_general(weights, v.transpose(0, 2, 1, 3), (((3,), (2,)), ((0, 1), (0, 1))))
         return y.reshape(b, heads, t, dim).transpose(0, 2, 1, 3)

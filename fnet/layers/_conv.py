@@ -254,11 +254,12 @@ def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Ar
     if layer.use_bias:
         bias = scope.param("bias", (layer.features,), layer.bias_init, ("out",), roles=("out",))
     mesh = misdivided.mesh_of(x, kernel)
+    # For `vmap`.
     rows = (
         (misdivided.GROUPED,)
         if layer.groups > 1
         else (misdivided.SPLIT_IMAGE, misdivided.SPLIT_KERNEL, misdivided.GROUPED)
-    )  # for `vmap`
+    )
     if any(row.applies(mesh) for row in rows):
         y = _divided(x, kernel, mesh, rows[0], options)
     else:

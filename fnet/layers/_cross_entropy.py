@@ -72,9 +72,8 @@ def linear_cross_entropy(
     """
     x, kernel, labels = (jnp.asarray(array) for array in (x, kernel, labels))
     _check(x, kernel, labels, bias, chunk_size)
-    labels = (
-        labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
-    )  # int32 can represent every label
+    # int32 can represent every label.
+    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
     time, vocab_size = x.shape[-2], kernel.shape[1]
     rows = math.prod(x.shape[:-2])
     if chunk_size is None and sized(rows, time):
@@ -93,9 +92,10 @@ def linear_cross_entropy(
         jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, x.shape[-1]), axis, 0),
         jnp.moveaxis(labels.reshape(*labels.shape[:axis], count, size), axis, 0),
     )
+    # Scan already prevents common-subexpression elimination.
     chunk = jax.checkpoint(
         lambda x, labels: _losses(x, kernel, labels, bias, softcap), prevent_cse=False
-    )  # scan already prevents common-subexpression elimination
+    )
     losses = lax.map(lambda pair: chunk(*pair), chunks)  # [count, ..., size]
     losses = jnp.moveaxis(losses, 0, axis).reshape(*labels.shape[:-1], count * size)
     return lax.slice_in_dim(losses, 0, time, axis=axis)

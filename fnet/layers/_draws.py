@@ -19,9 +19,8 @@ import jax
 
 from fnet import _jax, jaxpr
 
-_SIZES = tuple(
-    1 << power for power in (12, 16, 18, 20, 22)
-)  # numbers of 32-bit words for which programs exist
+# Numbers of 32-bit words for which programs exist.
+_SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))
 
 
 def compiled(init, key, shape, dtype):

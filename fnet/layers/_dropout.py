@@ -68,9 +68,8 @@ class Dropout(Layer):
 
         def drop(x, key, rate=rate):
             keep = jnp.broadcast_to(jax.random.bernoulli(key, 1 - rate, shape), x.shape)
-            scale = (
-                1 - rate if known else jnp.where(rate < 1, 1 - rate, 1).astype(x.dtype)
-            )  # rate 1 keeps nothing
+            # Rate 1 keeps nothing.
+            scale = 1 - rate if known else jnp.where(rate < 1, 1 - rate, 1).astype(x.dtype)
             return jnp.where(keep, x / scale, jnp.zeros_like(x))
 
         arrays = (x, scope.key()) if known else (x, scope.key(), rate)

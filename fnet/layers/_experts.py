@@ -121,10 +121,8 @@ class MixtureOfExperts(Layer):
 
     def _mix(self, x, logits, gate, up, down, valid=None):
         width, shape = x.shape[-1], x.shape
-        x, logits = (
-            x.reshape(-1, width),
-            logits.reshape(-1, self.experts),
-        )  # [tokens, f], [tokens, E]
+        # [tokens, f], [tokens, E]
+        x, logits = (x.reshape(-1, width), logits.reshape(-1, self.experts))
         weights, chosen = lax.top_k(jax.nn.softmax(wide(logits)), self.top_k)  # [tokens, top_k]
         if self.normalize:
             weights = weights / weights.sum(-1, keepdims=True)
@@ -141,9 +139,8 @@ class MixtureOfExperts(Layer):
             product = functools.partial(tile_dot, expert=expert)
         else:
             slots = jnp.arange(math.ceil(self.capacity * order.shape[0] / self.experts))[None]
-            rows = jnp.where(
-                slots < sizes[:, None], starts[:, None] + slots, order.shape[0]
-            )  # [E, slots]
+            # [E, slots]
+            rows = jnp.where(slots < sizes[:, None], starts[:, None] + slots, order.shape[0])
             product = _batched_dot
         pairs = order.at[rows].get(mode="fill", fill_value=-1)  # -1 in empty rows
         tokens = jnp.where(pairs < 0, x.shape[0], pairs % x.shape[0])

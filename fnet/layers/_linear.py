@@ -117,9 +117,8 @@ class Maxout(Layer):
             ("in", "out", None),
             roles=("in", "out", "out"),
         )
-        y = linear(x, kernel.reshape(*x.shape[-1:], -1)).reshape(
-            *x.shape[:-1], *shape
-        )  # [..., features, pieces]
+        # [..., features, pieces]
+        y = linear(x, kernel.reshape(*x.shape[-1:], -1)).reshape(*x.shape[:-1], *shape)
         if self.use_bias:
             bias = scope.param("bias", shape, self.bias_init, ("out", None), roles=("out", "out"))
             y = y + align(bias, y)

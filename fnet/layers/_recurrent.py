@@ -34,9 +34,8 @@ def orthogonal_gates(key, shape, dtype=jnp.float32):
     """
     features, columns = shape
     keys = jax.random.split(key, columns // features)
-    gates = jax.vmap(lambda key: _orthogonal(key, (features, features), dtype))(
-        keys
-    )  # [gates, features, features]
+    # [gates, features, features]
+    gates = jax.vmap(lambda key: _orthogonal(key, (features, features), dtype))(keys)
     return gates.swapaxes(0, 1).reshape(shape)
 
 
@@ -357,9 +356,8 @@ def _scan(layer, arrays, x, carry, valid, reverse):
 def _valid(lengths, x, layer, scope):
     """Returns a boolean array [time, batch, 1] that is True for valid steps."""
     lengths = integers(lengths, x.shape[0], f"{type(layer).__name__} at {scope}: lengths")
-    steps = lax.broadcasted_iota(
-        jnp.int32, (x.shape[1], x.shape[0], 1), 0
-    )  # lengths.dtype may be too narrow
+    # lengths.dtype may be too narrow.
+    steps = lax.broadcasted_iota(jnp.int32, (x.shape[1], x.shape[0], 1), 0)
     return steps < lengths[None, :, None].astype(jnp.int32)
 
 

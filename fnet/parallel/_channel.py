@@ -121,9 +121,8 @@ class Channel:
             error, jax.errors.JaxRuntimeError
         ):  # perhaps because another process has died
             self._suspect()
-        self._last(
-            min(_GRACE, self.timeout) + _LINGER, stay=True
-        )  # else gloo ends the other processes too early
+        # Else gloo ends the other processes too early.
+        self._last(min(_GRACE, self.timeout) + _LINGER, stay=True)
 
     def _suspect(self):
         """Prints a line about late processes while this process waits for them."""

@@ -204,9 +204,8 @@ class _Walk:
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
         for op in reversed(kept.real):
-            needed = order[
-                id(op)
-            ]  # last use of the inputs; a value not in memory is computed by its readers
+            # Last use of the inputs; a value not in memory is computed by its readers.
+            needed = order[id(op)]
             for out in op.outs:
                 out = kept.name(out)
                 if not kept(out):
@@ -330,9 +329,8 @@ class _Walk:
         rows = [split.rows for split in splits]
         out_rows = batch_axes(eqn, rows)
         takes_rows = any(note is not None for note in rows)
-        whole = (
-            heavy(op) and takes_rows and not op.bodies
-        )  # a product with activations needs complete weights
+        # A product with activations needs complete weights.
+        whole = heavy(op) and takes_rows and not op.bodies
         out_data = (
             [None] * len(eqn.outvars)
             if takes_rows and not op.bodies and whole

@@ -157,9 +157,8 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
     default = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
     transfers: list[Transfer] = []
     at: dict[str, int] = {}  # the index of each channel's transfer
-    pieces = (
-        "AsyncCollective" in text
-    )  # on TPUs, a collective may be divided into pieces in one channel
+    # On TPUs, a collective may be divided into pieces in one channel.
+    pieces = "AsyncCollective" in text
 
     def enter(name, times):
         for line in bodies.get(name, ()):
@@ -177,9 +176,8 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
                     )
                 channel = _CHANNEL.search(line) if pieces else None
                 if channel and channel[1] in at:
-                    there = transfers[
-                        at[channel[1]]
-                    ]  # a transfer may start before a loop and continue in the loop
+                    # A transfer may start before a loop and continue in the loop.
+                    there = transfers[at[channel[1]]]
                     transfers[at[channel[1]]] = there._replace(
                         bytes=max(there.bytes, each.bytes), times=min(there.times, each.times)
                     )

@@ -38,9 +38,8 @@ class LocalBatches:
             for parts in self.parts
         ]
         self.several = len({device.process_index for device in plan.mesh.devices.flat}) > 1
-        self.copies = (
-            plan.mesh.devices.flat[0].platform == "cpu"
-        )  # a CPU device may share the memory of an array
+        # A CPU device may share the memory of an array.
+        self.copies = plan.mesh.devices.flat[0].platform == "cpu"
         self.last: list | None = None
         has = isinstance(plan.shapes, Mapping) and WEIGHT in plan.shapes
         path = keystr((jax.tree_util.DictKey(WEIGHT),))

@@ -193,10 +193,8 @@ class _Pins(Interpreter):
         split.
         """
         numbers = jaxpr.product(eqn).dimensions
-        rows = (
-            numbers.lhs_spec[1],
-            numbers.rhs_spec[1],
-        )  # the gradient contracts the batch, like a feature axis
+        # The gradient contracts the batch, like a feature axis.
+        rows = (numbers.lhs_spec[1], numbers.rhs_spec[1])
         if tuple(value.note for value in inputs) != rows or inputs[0].x.shape[rows[0]] % self.chips:
             return None
         arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
@@ -425,9 +423,8 @@ def _linear(eqn) -> bool:
 def _only_added_to(program, before, after) -> bool:
     """Whether the body of a scan only adds a value to a carry, and does not use the carry in any
     other way."""
-    readers = [
-        eqn for eqn in program.eqns for v in eqn.invars if v is before
-    ]  # c + c reads c twice
+    # c + c reads c twice.
+    readers = [eqn for eqn in program.eqns for v in eqn.invars if v is before]
     return (
         len(readers) == 1
         and readers[0].primitive.name in ("add", "add_any")

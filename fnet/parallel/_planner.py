@@ -224,9 +224,8 @@ class Drafts:
         ]
         self.ruled = applied(rules, parameters, axes)
         working = {name for spec in self.ruled.values() for name in spec} | {"slice", "data"}
-        self.alike = math.prod(
-            n for name, n in axes.items() if name not in working
-        )  # devices that do the same work
+        # Devices that do the same work.
+        self.alike = math.prod(n for name, n in axes.items() if name not in working)
         chip = chips.chip
         self.memory = None if chip.memory_bytes is None else chip.per_device.memory_bytes
 

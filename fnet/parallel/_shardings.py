@@ -13,9 +13,8 @@ from fnet import _jax
 from fnet.jaxpr import bodies, is_implicit, scan
 from fnet.parallel._sharding_rules import path_of
 
-SMALL = (
-    1 << 12
-)  # arrays with fewer elements are not split: transfers would take more time than is saved
+# Arrays with fewer elements are not split: transfers would take more time than is saved.
+SMALL = 1 << 12
 _KEEPS = frozenset(
     ("convert_element_type", "copy", "optimization_barrier", "sharding_constraint", "name")
 )

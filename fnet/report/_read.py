@@ -17,10 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_LOG, _FILE = (
-    256 << 20,
-    32 << 20,
-)  # largest number of bytes to read from a log, and from another file
+# Largest number of bytes to read from a log, and from another file.
+_LOG, _FILE = (256 << 20, 32 << 20)
 _METRICS, _NAME, _LINE = 300, 200, 1 << 20
 _POINTS = 1500  # approximate maximal number of points of a curve
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]{1,400000}={0,2}")

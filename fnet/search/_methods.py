@@ -23,10 +23,8 @@ from fnet.training import Mean, MemberMean
 from fnet.training.record._metrics import as_metrics
 
 METHODS = ("vmap", "split", "loop")
-_ROUNDS, _SECONDS = (
-    9,
-    3.0,
-)  # the measurement: maximal number of rounds, and approximate time for each method
+# The measurement: maximal number of rounds, and approximate time for each method.
+_ROUNDS, _SECONDS = (9, 3.0)
 _TURN = 0.15  # seconds for which a method runs in a round, long enough to fill the CPU's caches
 _CLOSE = 1.04  # a method earlier in METHODS is preferred if the times differ by less
 
@@ -155,9 +153,8 @@ class Step:
             for name, taken in times.items():
                 if sum(taken) > _SECONDS or (taken and min(taken) > 1.5 * best):
                     continue
-                first = run(
-                    name, copies[name]
-                )  # loads the data of this method into the CPU's caches
+                # Loads the data of this method into the CPU's caches.
+                first = run(name, copies[name])
                 steps = round(_TURN / first)
                 taken.append(
                     statistics.fmean(run(name, copies[name]) for _ in range(steps))

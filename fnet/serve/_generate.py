@@ -14,9 +14,8 @@ from fnet.export.standalone import _signature
 from fnet.export.standalone._loaded import Bundle
 from fnet.serve._protocol import Invalid
 
-_LARGEST = (
-    1 << 12
-)  # the maximum number of tokens of a prompt that are computed at once, and of generated tokens
+# The maximum number of tokens of a prompt that are computed at once, and of generated tokens.
+_LARGEST = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True)

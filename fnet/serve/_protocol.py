@@ -34,22 +34,12 @@ _CODES = {
     "float64": "FP64",
     "bfloat16": "BF16",
 }
-_KINDS = {
-    "b": "b",
-    "u": "ui",
-    "i": "ui",
-    "f": "uif",
-    "V": "uif",
-}  # kind of a dtype -> kinds of JSON data
+# Kind of a dtype -> kinds of JSON data.
+_KINDS = {"b": "b", "u": "ui", "i": "ui", "f": "uif", "V": "uif"}
 
 
-_FIELDS = (
-    "id",
-    "parameters",
-    "inputs",
-    "outputs",
-    "model_name",
-)  # the last is sent by KServe's client
+# The last is sent by KServe's client.
+_FIELDS = ("id", "parameters", "inputs", "outputs", "model_name")
 _SUPPORTED = {
     "request": ("binary_data_output",),
     "input": ("binary_data_size",),

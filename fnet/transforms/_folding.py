@@ -251,9 +251,8 @@ def _fits(old, change, scale):
     info = jnp.finfo(scale.dtype)
     before = jnp.ones_like(change) if old.scale is None else old.scale
     lost = (change != 0) & (before != 0) & (jnp.abs(scale) < info.tiny)
-    size = old.largest * jnp.abs(
-        scale
-    )  # an element that is smaller by 1 / epsilon is a rounding error of the sum
+    # An element that is smaller by 1 / epsilon is a rounding error of the sum.
+    size = old.largest * jnp.abs(scale)
     small = (size < info.tiny / info.eps) & (old.largest > 0) & (scale != 0)
     return bool((jnp.isfinite(scale) & ~lost).all() & (jnp.isfinite(size) & ~small).all())
 

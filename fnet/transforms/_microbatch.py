@@ -349,9 +349,8 @@ def _traced(f, first):
 
 
 def _differentiable(x) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(
-        x.dtype, jnp.inexact
-    )  # a traced jax.Ref is no Array
+    # A traced jax.Ref is no Array.
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _gate(live, x):

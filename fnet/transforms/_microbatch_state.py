@@ -259,9 +259,8 @@ def _type(x) -> tuple:
 
 
 def _inexact(x) -> bool:
-    return jnp.issubdtype(
-        getattr(x, "dtype", jnp.float32), jnp.inexact
-    )  # a jax.Ref is not followed
+    # A jax.Ref is not followed.
+    return jnp.issubdtype(getattr(x, "dtype", jnp.float32), jnp.inexact)
 
 
 def _described(tree) -> str:

@@ -354,10 +354,8 @@ def _cuts(jaxpr, plan, uses) -> dict:
 
 def _cut_run(eqns, uses, backward) -> dict:
     at = {eqn: i for i, eqn in enumerate(eqns)}
-    weight, crossing = (
-        [],
-        [0] * (len(eqns) + 1),
-    )  # stored bytes of each equation's outputs; live bytes after each
+    # Stored bytes of each equation's outputs; live bytes after each.
+    weight, crossing = ([], [0] * (len(eqns) + 1))
     last_use = {}
     for i, eqn in enumerate(eqns):
         kept = 0
@@ -418,6 +416,5 @@ def _spread(weight, crossing, size) -> _Cut:
 
 
 def _plain_array(x) -> bool:
-    return isinstance(x, jax.Array) and not jnp.issubdtype(
-        x.dtype, jax.dtypes.extended
-    )  # nor a jax.Ref
+    # Nor a jax.Ref.
+    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)

@@ -9,9 +9,8 @@ from typing import Any
 from fnet import _jax
 from fnet.jaxpr._calls import bodies, scan
 
-_JOINING = frozenset(
-    ("psum", "pmax", "pmin", "all_gather", "pbroadcast")
-)  # the same result on every device
+# The same result on every device.
+_JOINING = frozenset(("psum", "pmax", "pmin", "all_gather", "pbroadcast"))
 _UNCHANGED = frozenset(("pvary", "pcast", "mesh_cast"))  # no communication
 _MUTABLE = frozenset(("get", "swap"))  # mutable arrays are not analyzed
 

@@ -87,9 +87,8 @@ def try_out(model: bytes) -> None:
 
 def main() -> None:
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(
-        sys.stderr.fileno(), sys.stdout.fileno()
-    )  # what the converter prints is not part of the model
+    # What the converter prints is not part of the model.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     header = json.loads(sys.stdin.buffer.readline())
     signatures = [
         (name, sys.stdin.buffer.read(size), inputs, outputs)

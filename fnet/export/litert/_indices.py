@@ -162,9 +162,8 @@ def _combined(kind, x, places, inside, updates):
             f"{len(places)} updates{f' of {width} elements' if width > 1 else ''}, which is too "
             f"many"
         )
-    hit = (np.arange(len(x), dtype=np.int32)[:, None] == places[None]) & inside[
-        None
-    ]  # [rows, updates]
+    # [rows, updates]
+    hit = (np.arange(len(x), dtype=np.int32)[:, None] == places[None]) & inside[None]
     if kind == "add" and floating:
         return _added(x, hit, updates)
     if x.dtype == jnp.bool_:

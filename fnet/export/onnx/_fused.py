@@ -253,9 +253,8 @@ def _normalized(c, x, start, epsilon, kinds):
             for v in vectors
         ):
             return found
-        pairs = dict.fromkeys(
-            itertools.permutations([*vectors, None, None], 2)
-        )  # of scale and bias
+        # Of scale and bias.
+        pairs = dict.fromkeys(itertools.permutations([*vectors, None, None], 2))
         for kind, names in itertools.product(sorted(kinds & _FORMS.keys()), pairs):
             if any(v not in names for v in vectors) or (
                 kind == "rms_norm" and names[1] is not None
@@ -472,13 +471,8 @@ def _narrow(c, value):
     return value
 
 
-_ROUNDS = (
-    (1, 0.5),
-    (0.01, 0.9),
-    (8, 0.2),
-    (1e5, 0.6),
-    (1, 1),
-)  # magnitude of the queries, share of visible keys
+# Magnitude of the queries, share of visible keys.
+_ROUNDS = ((1, 0.5), (0.01, 0.9), (8, 0.2), (1e5, 0.6), (1, 1))
 
 
 def _drawn(c, i, draw, root, cuts, masks, query, lengths):
@@ -524,13 +518,11 @@ def _attended(q, k, v, mask, scale):
     scores = (q @ k.swapaxes(-1, -2)) * scale
     mask = np.broadcast_to(True if mask is None else mask, scores.shape)
     scores = np.where(mask, scores, -np.inf)
-    peak = np.maximum(
-        scores.max(-1, keepdims=True), -1e300
-    )  # without a visible key, all weights are 0
+    # Without a visible key, all weights are 0.
+    peak = np.maximum(scores.max(-1, keepdims=True), -1e300)
     weights = np.exp(scores - peak)
-    return (
-        weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300) @ v
-    )  # then the output is 0, too
+    # Then the output is 0, too.
+    return weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300) @ v
 
 
 _PATTERNS = {"rsqrt": _norm, "erf": _gelu, "erfc": _gelu, "exp": _attention}

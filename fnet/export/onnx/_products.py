@@ -198,12 +198,13 @@ def _window_extreme(e, kind, boolean, start, pool):
         return combined()
     total = e.g.op("ReduceL1", x, keepdims=0)
     finite = e.g.op("Less", total, e.number(np.inf))
+    # A window of padding only.
     alone = any(
         n >= w
         for pair, w in zip(e.options["padding"], e.options["window"])
         for n in pair
         if isinstance(n, int)
-    )  # a window of padding only
+    )
     return combined() if alone else e.branch(finite, lambda: [pool(x)], combined)
 
 

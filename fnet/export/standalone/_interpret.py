@@ -561,10 +561,8 @@ def _spaced(options, run):
 
 def _convolution(run, options, types, x, kernel):
     x, kernel = _operands(options, types, x, kernel)
-    x, kernel = (
-        x.transpose(options["input"]),
-        kernel.transpose(options["kernel"]),
-    )  # [b, i, *space], [o, i, *window]
+    # [b, i, *space], [o, i, *window]
+    x, kernel = (x.transpose(options["input"]), kernel.transpose(options["kernel"]))
     x = padded(x, [[0, 0, 0], [0, 0, 0], *_spaced(options, run)], 0)
     groups, batches = options["groups"], options["batch_groups"]
     parts = []

@@ -289,9 +289,5 @@ class Archive:
                 f"{MANIFEST} and the archive differ in {', '.join(map(repr, odd[:4]))}"
             )
         for entry in self.manifest["entries"].values():
-            (
-                entry["inputs"],
-                entry["output"],
-                entry["weights"],
-                entry["constraints"],
-            )  # KeyError: incomplete
+            # KeyError: incomplete.
+            (entry["inputs"], entry["output"], entry["weights"], entry["constraints"])

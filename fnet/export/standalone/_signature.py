@@ -15,18 +15,10 @@ else:
     from reader import BundleError
     from sizes import size, solved
 
-WIDE = (
-    "float64",
-    "int64",
-    "uint64",
-    "complex128",
-)  # dtypes that JAX narrows without jax_enable_x64
-_CONSECUTIVE = {
-    1: 8,
-    2: 1 << 8,
-    4: 1 << 24,
-    8: 1 << 53,
-}  # floating-point numbers of n bytes hold all integers up to
+# Dtypes that JAX narrows without jax_enable_x64.
+WIDE = ("float64", "int64", "uint64", "complex128")
+# Floating-point numbers of n bytes hold all integers up to.
+_CONSECUTIVE = {1: 8, 2: 1 << 8, 4: 1 << 24, 8: 1 << 53}
 KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 

@@ -70,10 +70,11 @@ def _power(x, y):
     return x**y
 
 
+# JAX writes the others as calls.
 _ARITHMETIC = {
     ast.Add: lambda x, y: x + y,
     ast.Sub: lambda x, y: x - y,
     ast.Mult: lambda x, y: x * y,
     ast.Pow: _power,
-}  # JAX writes the others as calls
+}
 _FUNCTIONS = {"floordiv": lambda x, y: x // y, "mod": lambda x, y: x % y, "max": max, "min": min}

@@ -97,10 +97,11 @@ class Drawing:
             )
             inner = x + (wide - self.placed[node].width) / 2
             self._inside(node, inner, y + SIZES["header"], y, y + high, flip)
+            # On top.
             self.parts.append(
                 f'<text class="b o" x="{x + 12:.1f}" y="{y + 20:.1f}">{escape(short(node.name))}'
                 f'<tspan class="l" dx="8">{escape(node.badge)}</tspan></text>'
-            )  # on top
+            )
             return
         step = sum(self.share(node) >= limit for limit in STEPS)
         white, line = (" w" if step >= 4 else ""), self.line(node)

@@ -7,10 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-_FEW, _MANY = (
-    12,
-    160,
-)  # limits above which operations without a scope are grouped: beside scopes, alone
+# Limits above which operations without a scope are grouped: beside scopes, alone.
+_FEW, _MANY = (12, 160)
 
 
 class Mark(str):

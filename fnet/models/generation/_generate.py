@@ -291,9 +291,8 @@ def start(
     if options.counts:
         vocab_size = jax.eval_shape(lambda: model(params, last, state=cache))[0].shape[-1]
         valid = jnp.arange(width)[None] < lengths[:, None]
-        tokens = jnp.where(
-            valid, prompts, vocab_size
-        )  # padding is out of bounds and therefore dropped
+        # Padding is out of bounds and therefore dropped.
+        tokens = jnp.where(valid, prompts, vocab_size)
         mark = lambda tokens: jnp.zeros(vocab_size, bool).at[tokens].set(True, mode="drop")
         seen = jax.vmap(mark)(tokens)
         counts = jnp.zeros((batch, vocab_size), jnp.int32)

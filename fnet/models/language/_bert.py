@@ -421,8 +421,7 @@ def sentence_embedding(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
             f"{hidden.shape} and {lengths.shape}"
         )
     hidden = hidden.astype(jnp.float32) if jnp.finfo(hidden.dtype).bits < 32 else hidden
-    real = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None] < lengths[:, None].astype(
-        jnp.int32
-    )  # [batch, time]
+    # [batch, time]
+    real = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None] < lengths[:, None].astype(jnp.int32)
     mean = jnp.where(real[..., None], hidden, 0).sum(1) / lengths[:, None].astype(hidden.dtype)
     return mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)

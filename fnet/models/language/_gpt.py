@@ -21,9 +21,8 @@ from fnet.models.weights._torch_layers import fused, qkv, torch_layers
 from fnet.models.weights._weight_names import SAME, Names, Spare, Tied, torch
 
 zeros = jax.nn.initializers.zeros
-normal = functools.cache(
-    jax.nn.initializers.normal
-)  # equal options give the same object, so layers compare equal
+# Equal options give the same object, so layers compare equal.
+normal = functools.cache(jax.nn.initializers.normal)
 
 
 @nn.layer
@@ -44,11 +43,8 @@ def gpt_block(
 ):
     """Applies attention and an MLP, each with a residual connection. The attention scores of the
     block are multiplied by `scales[kind]`."""
-    norm, drop, width = (
-        nn.LayerNorm(epsilon=epsilon),
-        nn.Dropout(dropout),
-        x.shape[-1],
-    )  # [batch, time, width]
+    # [batch, time, width]
+    norm, drop, width = (nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1])
     attention = nn.Attention(
         heads,
         causal=True,

@@ -93,10 +93,8 @@ def pack_trees(
 def _postorder(tree):
     """Returns [(label, index of the parent)], without recursion, because a tree may exceed Python's
     recursion limit."""
-    order, stack = (
-        [],
-        [(tree, None)],
-    )  # preorder with children from right to left is reversed postorder
+    # Preorder with children from right to left is reversed postorder.
+    order, stack = ([], [(tree, None)])
     while stack:
         node, parent = stack.pop()
         label, *children = node if isinstance(node, tuple) and node else (node,)

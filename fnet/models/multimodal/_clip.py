@@ -87,9 +87,8 @@ def _activation(value, config):
 def _end(value, config):
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("expected an integer")
-    return {
-        "end": None if value == 2 else value
-    }  # files before 2023 have 2, but the highest id is the end token
+    # Files before 2023 have 2, but the highest id is the end token.
+    return {"end": None if value == 2 else value}
 
 
 def _tower(prefix, width, heads, hidden, fields):
@@ -295,9 +294,10 @@ class CLIPVision(_Encoder):
         first = scope.param("class_token", (width,), small, ("embed",), roles=("embed",)).astype(
             x.dtype
         )
+        # [batch, tokens, width]
         x = jnp.concatenate(
             [jnp.broadcast_to(first, (x.shape[0], 1, width), out_sharding=like(x, 0)), x], 1
-        )  # [batch, tokens, width]
+        )
         position = scope.param(
             "position", (1 + grid**2, width), small, (None, "embed"), roles=("token", "out")
         )
@@ -315,9 +315,8 @@ def _part(field: str, table: Config, kind: str, architecture: str) -> Fields:
     cls = {"text": CLIPText, "vision": CLIPVision}[field]
 
     def read(value, config):
-        replaced = config.get(
-            f"{field}_config_dict"
-        )  # transformers ignores `value` if this older field is present
+        # Transformers ignores `value` if this older field is present.
+        replaced = config.get(f"{field}_config_dict")
         value = {} if value is None else value
         value = value if replaced is None else replaced
         if not isinstance(value, dict):

@@ -118,9 +118,8 @@ class CharTokenizer:
         """
         raw = contents(path, most=SMALL).strip()
         try:
-            characters = (
-                json.loads(raw) if raw[:1] == '"' else None
-            )  # other JSON may be too large or too deep
+            # Other JSON may be too large or too deep.
+            characters = json.loads(raw) if raw[:1] == '"' else None
         except ValueError:
             characters = None
         if (

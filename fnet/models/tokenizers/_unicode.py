@@ -25,16 +25,13 @@ _NEWER = [
     1e000-1e6f5 1e944-1e95f""".split()
 ]
 _STARTS = [first for first, *_ in _NEWER]
-_CHANGED = {
-    "\u166d": "Po",
-    "\U000111c9": "Po",
-    "\u1734": "Mn",
-    "\U0001171e": "Mn",
-}  # their categories in Unicode 8
+# Their categories in Unicode 8.
+_CHANGED = {"\u166d": "Po", "\U000111c9": "Po", "\u1734": "Mn", "\U0001171e": "Mn"}
+# Decomposed only since Unicode 10.
 _WHOLE = re.compile(
     "([\U000105c9\U000105e4\U00011383\U00011385\U0001138e\U00011391\U000113c5\U000113c7\U000113c8"
     "\U00011938\U00016121-\U00016128\U00016d68-\U00016d6a])"
-)  # decomposed only since Unicode 10
+)
 _LOWER = {
     0x1C89: 0x1C8A,
     0xA7CB: 0x264,

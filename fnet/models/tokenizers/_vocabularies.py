@@ -49,11 +49,12 @@ _CLASSES = {
     "xlm-roberta": "XLMRobertaTokenizer",
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
 }
+# Qwen's words.
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
-)  # Qwen's words
+)
 _OPTIONS = {"single_word": False, "lstrip": False, "rstrip": False}
 # Types of pieces and of models in sentencepiece_model.proto.
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4

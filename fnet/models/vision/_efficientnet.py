@@ -268,9 +268,8 @@ class EfficientNet(Model):
             if self.lite
             else (_divisible(32 * self.width), _divisible(1280 * self.width))
         )
-        x = self._act(
-            self._conv(scope["stem"], x, first, 3, 2)
-        )  # [batch, height / 2, width / 2, 32]
+        # [batch, height / 2, width / 2, 32]
+        x = self._act(self._conv(scope["stem"], x, first, 3, 2))
         number = 0
         for s, (expansion, channels, blocks, stride, kernel_size) in enumerate(STAGES):
             fixed = self.lite and s in (0, len(STAGES) - 1)

@@ -14,9 +14,8 @@ from fnet.models.weights._json import read, text_of
 
 LISTED = 8  # number of problems that an error lists; the others are only counted
 NUMBERS = (int, float)
-SKIP = (
-    object()
-)  # used instead of a field's value: do not compare the field with the model, or do not write it
+# Used instead of a field's value: do not compare the field with the model, or do not write it.
+SKIP = object()
 
 
 @dataclasses.dataclass(frozen=True)

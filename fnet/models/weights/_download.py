@@ -33,9 +33,8 @@ def unavailable() -> str | None:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
         return "HF_HUB_OFFLINE is set"
     try:
-        from huggingface_hub import (
-            constants,
-        )  # not an attribute of the package until it is imported
+        # Not an attribute of the package until it is imported.
+        from huggingface_hub import constants
     except ModuleNotFoundError:
         return (
             f"fnet downloads with the library huggingface_hub, which is not installed: {_INSTALL}"

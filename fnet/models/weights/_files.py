@@ -8,9 +8,8 @@ from pathlib import Path
 
 # Limits for untrusted files, several times the size of the largest published vocabularies.
 LARGEST = 1 << 26  # bytes of a tokenizer.json; Gemma 3's has 33 million
-SMALL = (
-    1 << 24
-)  # bytes of the other files; BERT's vocab.txt has 230,000, Llama's tokenizer.bin 434,000
+# Bytes of the other files; BERT's vocab.txt has 230,000, Llama's tokenizer.bin 434,000.
+SMALL = 1 << 24
 MOST = 1 << 20  # tokens, and lists and objects of a JSON file
 
 

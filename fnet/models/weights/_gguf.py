@@ -163,20 +163,20 @@ def _model(file, fields, tensors) -> Decoder:
     architecture = fields.pop("general.architecture", None)
     if architecture != "llama":
         raise ValueError(f"{file}: expected the architecture 'llama'; got {architecture!r}")
+    # For example 1e-5 instead of the float32 value 9.99999974e-6.
     given = {
         name.removeprefix("llama."): float(str(np.float32(value)))
         if isinstance(value, float)
         else value
         for name, value in fields.items()
-    }  # for example 1e-5 instead of the float32 value 9.99999974e-6
+    }
     if missing := [name for name in _REQUIRED if name not in given]:
         raise ValueError(
             f"{file} lacks the fields {', '.join(f'llama.{name}' for name in missing)}"
         )
     options = {ours: given.pop(theirs) for theirs, ours in _FIELDS.items() if theirs in given}
-    options.setdefault(
-        "kv_heads", options["heads"]
-    )  # GGUF: without this field, the attention is not grouped
+    # GGUF: without this field, the attention is not grouped.
+    options.setdefault("kv_heads", options["heads"])
     try:
         head_dim = options.get("head_dim", options["width"] // options["heads"])
         vocab_size = int(tensors["token_embd.weight"].shape[1])

@@ -306,9 +306,8 @@ def _work(sweep, deadline, most):
         if claimed is None:
             if all(trial.result for trial in sweep.trials()):
                 return
-            time.sleep(
-                _POLL
-            )  # other workers run the last trials. If they are killed, this worker continues
+            # Other workers run the last trials. If they are killed, this worker continues.
+            time.sleep(_POLL)
             continue
         trial, lock = claimed
         try:

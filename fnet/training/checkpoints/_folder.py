@@ -134,9 +134,8 @@ class Folder:
     # Removing steps.
 
     def remove(self, step: int) -> None:
-        going = (
-            self.folder / f".deleting-{step}"
-        )  # renamed first: a partial folder must not look complete
+        # Renamed first: a partial folder must not look complete.
+        going = self.folder / f".deleting-{step}"
         os.rename(self.folder / str(step), going)
         shutil.rmtree(going, ignore_errors=True)
 

@@ -16,10 +16,8 @@ from typing import Any
 from fnet.training.checkpoints._lock import LOCK, Locked
 from fnet.training.checkpoints._storage import Meta, StorageError, StorePath
 
-BEAT, EXPIRY = (
-    5.0,
-    30.0,
-)  # seconds between two renewals; seconds after the last renewal until the lock expires
+# Seconds between two renewals; seconds after the last renewal until the lock expires.
+BEAT, EXPIRY = (5.0, 30.0)
 
 
 class Lease:

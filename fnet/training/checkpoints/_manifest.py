@@ -52,12 +52,8 @@ _SAFETENSORS = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_PYTHON = {
-    "bool": 1,
-    "int": None,
-    "float": 8,
-    "complex": 16,
-}  # bytes of each; an int has as many as it needs
+# Bytes of each; an int has as many as it needs.
+_PYTHON = {"bool": 1, "int": None, "float": 8, "complex": 16}
 
 
 class Damaged(Exception):

@@ -129,9 +129,8 @@ class Objects:
 
     def _remove(self, name):
         prefix = self.folder / name
-        (prefix / _manifest.MANIFEST).unlink(
-            missing_ok=True
-        )  # first, so that the rest is not a checkpoint
+        # First, so that the rest is not a checkpoint.
+        (prefix / _manifest.MANIFEST).unlink(missing_ok=True)
         for key in prefix.keys():
             (prefix / key).unlink(missing_ok=True)
 

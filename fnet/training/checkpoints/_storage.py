@@ -26,10 +26,8 @@ _SCHEMES = {  # what to set if the store refuses access
     "memory": "",
 }
 _CHUNK = 8 << 20  # bytes of one request; a larger object is written in several parts
-_RETRIES, _ATTEMPTS = (
-    8,
-    6,
-)  # retries by obstore in each of our attempts: about half a minute in total
+# Retries by obstore in each of our attempts: about half a minute in total.
+_RETRIES, _ATTEMPTS = (8, 6)
 _PAUSE = 0.5  # seconds before the second attempt, doubled for each further attempt
 _LIMIT = 60.0  # seconds after which there is no further attempt, if a server does not answer
 

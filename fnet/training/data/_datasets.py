@@ -253,12 +253,13 @@ def _find_idx(name, folder):
     names of missing
     files."""
     names = [file.name for file in _SOURCES[name].files]
+    # Of two paths of one file, the compressed one.
     found = {
         each: path
         for each in names
         for path in (folder / each.removesuffix(".gz"), folder / each)
         if path.is_file()
-    }  # of two paths of one file, the compressed one
+    }
     return found, [each for each in names if each not in found]
 
 

@@ -152,9 +152,8 @@ def _parse_cifar(path, blob):
             "download it again"
         )
     rows = np.frombuffer(blob, np.uint8).reshape(-1, _RECORD)
-    labels = checked_labels(
-        path, rows[:, 0]
-    )  # first: a wrong label is reported before the images are copied
+    # First: a wrong label is reported before the images are copied.
+    labels = checked_labels(path, rows[:, 0])
     images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(images), labels
 

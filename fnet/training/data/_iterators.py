@@ -115,9 +115,8 @@ def from_iterator(
             f"{type(source).__name__}, which can be iterated once. Pass the function that creates "
             f"it"
         )
-    table = hasattr(source, "column_names") and hasattr(
-        source, "iter"
-    )  # a data set of Hugging Face
+    # A data set of Hugging Face.
+    table = hasattr(source, "column_names") and hasattr(source, "iter")
     if table and batch_size is None:
         raise ValueError("from_iterator: the items of this data set are examples: pass batch_size=")
     random_access = not factory and all(
@@ -148,9 +147,8 @@ class _Indexed:
         self._rows = batch_size and Batches(
             np.arange(len(items)), batch_size, seed=seed, shuffle=shuffle
         )
-        self._endless = hasattr(
-            items, "to_iter_dataset"
-        )  # a MapDataset has no last index: epochs differ in order
+        # A MapDataset has no last index: epochs differ in order.
+        self._endless = hasattr(items, "to_iter_dataset")
         self._structure = _Structure()
 
     def __call__(self, step: int) -> Any:
@@ -229,9 +227,8 @@ class _Stream:
             self._saved.pop(old := next(iter(self._saved)))
             if old < step - _STATES:
                 self._states.pop(old, None)
-        first = max(
-            first for first in tuple(self._epochs) if first <= step
-        )  # the thread may add one
+        # The thread may add one.
+        first = max(first for first in tuple(self._epochs) if first <= step)
         return {"epoch": self._epochs[first], "first": first, "state": self._states.get(step)}
 
     def seek(self, step: int, position: Mapping[str, Any] | None) -> None:

@@ -105,9 +105,8 @@ def _rounded(classes: list[int], counts: list[int], rng: np.random.Generator) ->
     """
     n = sum(counts)
     table = [[one * count // n for count in counts] for one in classes]
-    rest = [
-        [one * count % n for count in counts] for one in classes
-    ]  # the fractions, in units of 1 / n
+    # The fractions, in units of 1 / n.
+    rest = [[one * count % n for count in counts] for one in classes]
     open_rows: list[int] = []
     for row in range(len(classes)):
         open_rows.append(row)

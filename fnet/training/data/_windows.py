@@ -10,10 +10,8 @@ import numpy as np
 from fnet.training.data._arrays import INT32, digest
 from fnet.training.data._cache import local
 
-_PAIRS, _FEW = (
-    4096,
-    8,
-)  # pairs of 16-bit numbers from which their width is told, and the fewest that tell it
+# Pairs of 16-bit numbers from which their width is told, and the fewest that tell it.
+_PAIRS, _FEW = (4096, 8)
 _BLOCK = 1 << 16  # pairs that are read at a time
 
 

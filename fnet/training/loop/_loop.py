@@ -207,7 +207,8 @@ class Loop:
         self.reports.say(run.at, f"compiled in {duration(clock.compiled)}, the first step included")
 
     def _call_user(self, metrics: Any) -> None:
-        """Calls the `on_step` functions. If one of them raises an error or is ended by a signal, the
+        """Calls the `on_step` functions. If one of them raises an error or is ended by a signal,
+        the
         state is saved, and the resumed run logs and evaluates this step if that is still due."""
         run = self.run
         if not self.options.on_step:

@@ -193,9 +193,8 @@ def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
 
     def rule(primitive, scope, inputs, equation):
         floats = [v for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-        same = (
-            jaxpr.traits(primitive).precision == "exact" or primitive == "neg"
-        )  # it produces no new values
+        # It produces no new values.
+        same = jaxpr.traits(primitive).precision == "exact" or primitive == "neg"
         if primitive in jaxpr.ENTERED or same or not floats:
             return NotImplemented
         outputs = _jax.bind_again(equation, inputs)

@@ -164,9 +164,8 @@ def _png(pixels: np.ndarray) -> bytes:
         )
 
     header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
-    rows = np.concatenate(
-        [np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1
-    )  # filter 0: none
+    # Filter 0: none.
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)
     return (
         b"\x89PNG\r\n\x1a\n"
         + chunk(b"IHDR", header)

@@ -76,9 +76,8 @@ def curves(
         else:
             shown = [line.get_ydata() for line in axis.lines]
             top = max((np.percentile(values, 90) for values in shown), default=1)
-            axis.set_ylim(
-                0, max(1.2 * top, 0.5)
-            )  # otherwise, the first points would flatten the rest
+            # Otherwise, the first points would flatten the rest.
+            axis.set_ylim(0, max(1.2 * top, 0.5))
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)

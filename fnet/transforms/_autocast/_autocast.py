@@ -153,10 +153,8 @@ class _Autocast(Interpreter):
         self.policy, self.rules, self.rows = policy, rules, rows
         self.matched, self.scopes, self.kinds = set(), {}, {}
         self.demands = weakref.WeakKeyDictionary()
-        self.streams, self.arguments = (
-            set(),
-            set(),
-        )  # shapes of residual streams; shapes of the function's arguments
+        # Shapes of residual streams; shapes of the function's arguments.
+        self.streams, self.arguments = (set(), set())
 
     def depends(self, at):
         if self.rows is not None:

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 
 from fnet.jaxpr import DOT, product, traits
 
-_SMALL, _LARGE = (
-    2.0**-10,
-    2.0**6,
-)  # bounds of constants: 1,000 times the largest does not overflow in float16
+# Bounds of constants: 1,000 times the largest does not overflow in float16.
+_SMALL, _LARGE = (2.0**-10, 2.0**6)
 VECTOR = "vector"  # an array that repeats a smaller array, such as a broadcast bias
 PRODUCT = "product"  # the result of a product, in the low dtype
 WEIGHT = "weight"  # a weight gradient, a product of the backward pass that sums over the examples, and sums of it

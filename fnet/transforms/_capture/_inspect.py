@@ -66,10 +66,8 @@ class Inspector(Interpreter):
         outputs = self.evaluate(
             closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,)
         )
-        self._found, self._offsets = (
-            {},
-            {},
-        )  # custom derivatives refer to this object after the trace has ended
+        # Custom derivatives refer to this object after the trace has ended.
+        self._found, self._offsets = ({}, {})
         return [as_array(y.x) for y in outputs], found
 
     def depends(self, at):
@@ -113,9 +111,8 @@ class Inspector(Interpreter):
             else:
                 outputs = self._within(eqn, at, inputs, [site for site in complete if site.compute])
         if made:
-            outputs = [
-                Value(y.x) for y in outputs
-            ]  # separate objects, whose arrays a change may replace
+            # Separate objects, whose arrays a change may replace.
+            outputs = [Value(y.x) for y in outputs]
         for k, site, leaf in made:
             self._held.setdefault(site, {})[leaf] = outputs[k]
         for site in complete:

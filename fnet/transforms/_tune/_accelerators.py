@@ -26,11 +26,8 @@ LARGE = 1 << 16  # minimum elements of an array that is cast or copied before a 
 UPDATES = 16  # maximum number of slices that are overwritten by selection
 CONSTANT = "constant"  # the origin of an operand that is the same in each iteration of a loop
 _LOW = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
-_ALIKE = (
-    "alias",
-    "layout",
-    "cast",
-)  # kinds of primitives whose output has the values of their first input
+# Kinds of primitives whose output has the values of their first input.
+_ALIKE = ("alias", "layout", "cast")
 
 
 def unrolled_layers(eqn, inputs):
@@ -244,9 +241,8 @@ def two_rows(eqn, inputs):
         return None
     if rows[1] == 1:
         x, y, contract = y, x, contract[::-1]
-    x = lax.optimization_barrier(
-        jnp.broadcast_to(x, (2, *x.shape))
-    )  # without it, XLA removes the second row
+    # Without it, XLA removes the second row.
+    x = lax.optimization_barrier(jnp.broadcast_to(x, (2, *x.shape)))
     dimensions = ([i + 1 for i in contract[0]], contract[1]), ((), ())
     both = lax.dot_general(x, y, dimensions, **product.without("dimension_numbers"))
     return [both[0].reshape(eqn.outvars[0].aval.shape)]

@@ -28,9 +28,8 @@ _TAPS = 64  # maximum size of a depthwise convolution's window; each position be
 WORK = 1 << 22  # minimum multiplications for which a matrix product is worth its copies
 _GROUPS = 32  # maximum number of groups that become separate convolutions
 _ZEROS = 8  # maximum factor by which zeros enlarge an input
-_CACHED = (
-    1 << 19
-)  # bytes of the examples for which a part of a kernel's gradient is computed at once
+# Bytes of the examples for which a part of a kernel's gradient is computed at once.
+_CACHED = 1 << 19
 
 
 def depthwise_convolution(eqn, inputs):
@@ -146,9 +145,8 @@ def small_input(eqn, inputs):
         if len(places) < w.shape[axis]:
             w = jnp.concatenate([lax.slice_in_dim(w, k, k + 1, axis=axis) for k in places], axis)
     w = w.reshape(-1, w.shape[-1])
-    y = jnp.dot(x, w, preferred_element_type=F32).astype(
-        result.dtype
-    )  # [examples, *space, features]
+    # [examples, *space, features]
+    y = jnp.dot(x, w, preferred_element_type=F32).astype(result.dtype)
     places = out[0], *out[2:], out[1]
     return [y.transpose([places.index(i) for i in range(y.ndim)])]
 

@@ -34,13 +34,10 @@ from fnet.transforms._tune._layout import transposed
 
 F32 = jnp.dtype("float32")
 LARGE = 1 << 19  # minimum elements of a product's operand; for smaller ones, XLA is equally fast
-LARGE_LOW = (
-    1 << 20
-)  # minimum multiplications of a bfloat16 product; for smaller ones, XLA is equally fast (AMX)
-EXAMPLES, CHANNELS = (
-    32,
-    32,
-)  # minimum sizes for a weight gradient in another layout (`convolution_gradient`)
+# Minimum multiplications of a bfloat16 product; for smaller ones, XLA is equally fast (AMX)
+LARGE_LOW = 1 << 20
+# Minimum sizes for a weight gradient in another layout (`convolution_gradient`)
+EXAMPLES, CHANNELS = (32, 32)
 VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
@@ -123,9 +120,8 @@ def products(eqn, inputs):
     x, y = x.reshape(rows, -1), y.reshape(rows, -1)
     dot = functools.partial(lax.dot_general, dimension_numbers=(((0,), (0,)), ((), ())), **rest)
     narrow = x.shape[1] <= y.shape[1]
-    z = apart(
-        dot(x, y) if narrow else dot(y, x)
-    )  # otherwise XLA swaps them again if z is transposed
+    # Otherwise XLA swaps them again if z is transposed.
+    z = apart(dot(x, y) if narrow else dot(y, x))
     return [(z if narrow else z.T).reshape(shape)]
 
 
@@ -250,10 +246,11 @@ def _ends_swapped(x):
     """
     a, b, c = x.shape
     halves = 1 if a % 2 else 2
+    # [halves, b, c, a / halves]
     turned = lax.map(
         lambda part: apart(apart(part.transpose(1, 0, 2)).transpose(0, 2, 1)),
         x.reshape(halves, a // halves, b, c),
-    )  # [halves, b, c, a / halves]
+    )
     return apart(turned.transpose(2, 1, 0, 3)).reshape(c, b, a)
 
 
@@ -281,13 +278,14 @@ def convolution_gradient(eqn, inputs):
     x = _ends_swapped(x.reshape(n, h * width, c)).reshape(c, h, width, n)
     w = apart(apart(w).transpose(1, 2, 0, 3))
     rest = product.without("dimension_numbers", "preferred_element_type")
+    # [c, height, width, out]
     z = lax.conv_general_dilated_p.bind(
         x,
         w,
         dimension_numbers=lax.conv_dimension_numbers(x.shape, w.shape, ("NHWC", "HWIO", "NHWC")),
         preferred_element_type=F32,
         **rest,
-    )  # [c, height, width, out]
+    )
     inverse = [0] * 4
     for axis, place in enumerate((0, 3, 1, 2)):
         inverse[out[axis]] = place

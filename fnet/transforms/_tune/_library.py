@@ -27,9 +27,8 @@ F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 YNNPACK = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
 }
-SMALL = (
-    1 << 26
-)  # maximum multiplications of a program's convolutions for which YNNPACK is as fast as Eigen
+# Maximum multiplications of a program's convolutions for which YNNPACK is as fast as Eigen.
+SMALL = 1 << 26
 LARGE = 1 << 21  # minimum multiplications of a convolution for a call of oneDNN
 
 

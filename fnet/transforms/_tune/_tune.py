@@ -204,9 +204,8 @@ class _Tuned:
         leaves, structure = jax.tree.flatten((args, kwargs))
         plain = not hasattr(self._step, "trace") or isinstance(self._step, _Tuned)
         if plain and not all(map(is_array, leaves)):
-            structure = jax.tree.structure(
-                boxed((args, kwargs))
-            )  # one program for each value of static leaves
+            # One program for each value of static leaves.
+            structure = jax.tree.structure(boxed((args, kwargs)))
         if self._measure and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             structure = structure, "abstract"  # abstract arguments cannot be timed
         if structure not in self._programs:
@@ -296,9 +295,8 @@ class _Program:
 
     def _boxed(self, result, given=()):
         result = results_boxed(result, given)
-        self._statics = self._statics or bool(
-            statics(result)
-        )  # checked in every trace: may depend on shapes
+        # Checked in every trace: may depend on shapes.
+        self._statics = self._statics or bool(statics(result))
         return result
 
 
