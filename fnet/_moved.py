@@ -30,6 +30,8 @@ class _Alias(types.ModuleType):
     """A module under its old name, for `import fnet.export.serve`."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `inspect` asks every module for its file, which loads nothing
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"fnet.{MOVED[self.__name__[5:]]}"), name)
 
 
