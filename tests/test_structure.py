@@ -15,14 +15,14 @@ IMPORTS = {
     "_jax": "",
     "jaxpr": "_jax",
     "axes": "_jax jaxpr",
-    "layers": "_jax jaxpr",
+    "layers": "_jax _util jaxpr",
     "hardware": "_jax _util",
     "cost": "_util hardware jaxpr",
     "transforms": "_jax _util hardware jaxpr",
     "parallel": "_jax _util axes cost hardware jaxpr transforms",
     "introspect": "_jax _util cost hardware jaxpr layers transforms",
     "compress": "_util axes cost hardware jaxpr transforms",
-    "models": "compress jaxpr layers transforms",
+    "models": "_util compress jaxpr layers transforms",
     "export": "_jax jaxpr layers",
     "serve": "export transforms",
     "training": "_jax _util cost hardware introspect jaxpr layers parallel transforms",
@@ -121,3 +121,9 @@ def test_nothing_imports_the_experiments():
     assert not [
         path for path in FILES for name in imported(path) if name.split(".")[0] == "experiments"
     ]
+
+
+def test_one_module_finds_the_nearest_name():
+    """ "Did you mean": the bounds and the words of these messages are in one place."""
+    users = {str(path.relative_to(PACKAGE)) for path in FILES if "difflib" in imported(path)}
+    assert users == {"_util/_nearest.py"}

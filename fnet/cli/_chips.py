@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from difflib import SequenceMatcher
 from typing import Any
 
+from fnet._util._nearest import similarity
 from fnet._util._units import si
 from fnet.cli._console import console, facts, table
 from fnet.hardware._chip import Chip
@@ -97,7 +97,7 @@ def _row(name: str) -> int:
             item = hw.chips.find(name)  # slices of a chip
         except KeyError as error:
             near = hw.systems.nearest(name, 1)[0]
-            like = lambda key: SequenceMatcher(None, name, key.split(" (")[0]).ratio()
+            like = lambda key: similarity(name, key.split(" (")[0])
             extra = (
                 f"; the most similar system is {near!r}"
                 if like(near) > like(hw.chips.nearest(name, 1)[0])

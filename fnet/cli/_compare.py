@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from fnet._util._nearest import nearest
 from fnet.cli import _plan
 
 _DESCRIPTION = (
@@ -96,7 +97,6 @@ def training(name: str, rows: int | None = None) -> tuple:
     Raises:
         ValueError: no image classifier or language model has a configuration of this name.
     """
-    import difflib
 
     import jax
     import jax.numpy as jnp
@@ -118,7 +118,7 @@ def training(name: str, rows: int | None = None) -> tuple:
         if hasattr(cls, "cross_entropy") or cls in classifiers
     }
     if name not in presets:
-        near = ", ".join(difflib.get_close_matches(name, presets, 3, 0.4) or presets)
+        near = ", ".join(nearest(name, presets, 3, similar=0.4) or presets)
         raise ValueError(
             f"{name!r} is not a known model: expected one such as {near}, or module:function"
         )

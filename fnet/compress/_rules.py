@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
+from fnet._util._nearest import nearest_to_pattern
 from fnet.jaxpr import is_implicit
 
 # Names in fnet, Flax and Haiku; if stacked, they have two axes.
@@ -108,10 +108,9 @@ def matching(
                 "remove the pattern, or pass the original parameters"
             )
         if not matched:
-            near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
             raise ValueError(
                 f"{who}: the pattern {pattern!r} matches no {what}; nearest: "
-                f"{', '.join(map(repr, near)) or 'the tree has none'}"
+                f"{nearest_to_pattern(pattern, paths) or 'the tree has none'}"
             )
         for path in matched:
             first.setdefault(path, pattern)

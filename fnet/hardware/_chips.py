@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
 import functools
 import json
 import re
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any
 
+from fnet._util._nearest import similarity
 from fnet.hardware._chip import Chip, FrozenTable, Links, Price, Quote
 
 _GIB = 2**30
@@ -103,10 +103,7 @@ class _Catalog(Mapping):
     def nearest(self, name: str, n: int = 3) -> list[str]:
         """Returns the `n` names that are most similar to `name`, the most similar first."""
         want = name.strip().lower()
-        score = {
-            key: difflib.SequenceMatcher(None, want, key).ratio() + 0.5 * (want in key)
-            for key in self._index
-        }
+        score = {key: similarity(want, key) + 0.5 * (want in key) for key in self._index}
         best = sorted(self._index, key=score.__getitem__, reverse=True)
         return list(dict.fromkeys(self._index[key] for key in best))[:n]
 

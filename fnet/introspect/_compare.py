@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import re
 import warnings
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import transforms as ft
+from fnet._util._nearest import nearest_to_pattern
 from fnet._util._text_table import aligned
 from fnet.jaxpr import check_function
 
@@ -201,11 +201,10 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
             if name not in pairs and re.fullmatch(pattern, name):
                 other = re.sub(pattern, replacement, name)
                 if other not in free:
-                    near = difflib.get_close_matches(other, others, 3, 0.3) or others[:3]
                     raise ValueError(
                         f"compare: names give {other!r} for {name!r}, and the second function has "
                         f"no such "
-                        f"site left; nearest: {', '.join(map(repr, near))}"
+                        f"site left; nearest: {nearest_to_pattern(other, others)}"
                     )
                 pairs[name] = other
                 free.remove(other)

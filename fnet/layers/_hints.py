@@ -3,8 +3,9 @@ fnet."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+
+from fnet._util._nearest import did_you_mean
 
 _STEP = "jax.value_and_grad(loss)(params, batch) returns the gradients, and Optax updates the parameters"
 _NAMES = {  # names of modules and functions of PyTorch, Keras and Flax -> the form in fnet
@@ -99,10 +100,9 @@ def missing_name(name: str, known: Iterable[str]) -> AttributeError:
     """Returns the error for a name that `fnet.layers` does not have."""
     if name in _NAMES:
         return AttributeError(f"fnet.layers has no {name!r}; use {_NAMES[name]}", name=name)
-    near = difflib.get_close_matches(name, known, 1)
+    meant = did_you_mean(name, known)
     return AttributeError(
-        f"module 'fnet.layers' has no attribute {name!r}"
-        + (f"; did you mean {near[0]!r}?" if near else ""),
+        f"module 'fnet.layers' has no attribute {name!r}" + (f"; {meant}" if meant else ""),
         name=name,
     )
 

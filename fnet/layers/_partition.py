@@ -3,7 +3,6 @@ paths."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_map_with_path
+
+from fnet._util._nearest import nearest_to_pattern
 
 
 def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
@@ -68,11 +69,10 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
     selected = tree_map_with_path(trains, params)
     for each in patterns:
         if each not in matched:
-            near = difflib.get_close_matches(each, paths, 3, 0.3) or paths[:3]
             raise ValueError(
                 f"partition: the pattern {each!r} matches no parameter that has a gradient; "
                 f"nearest: "
-                f"{', '.join(map(repr, near)) or 'there is none'}"
+                f"{nearest_to_pattern(each, paths) or 'there is none'}"
             )
     trainable = jax.tree.map(lambda chosen, leaf: leaf if chosen else None, selected, params)
     frozen = jax.tree.map(lambda chosen, leaf: None if chosen else leaf, selected, params)

@@ -4,7 +4,6 @@ argument of the method `forward`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet import _jax
+from fnet._util._nearest import did_you_mean
 from fnet.jaxpr import is_implicit
 from fnet.layers import _spec
 from fnet.layers._spec import ParamSpec
@@ -128,9 +128,9 @@ class Place:
             place = place.parent
         tree = getattr(place, kind)
         names = sorted(map(str, tree)) if isinstance(tree, Mapping) else []
-        near = difflib.get_close_matches(path[len(place.path)], names, 1)
+        meant = did_you_mean(path[len(place.path)], names)
         there = f"{quote(place.path)} contains {', '.join(names) or 'nothing'}"
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; {meant}" if meant else ""
         return ValueError(f"{expected}, but {kind} has no such array ({there}{hint})")
 
 

@@ -3,7 +3,6 @@ frameworks."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
+from fnet._util._nearest import did_you_mean
 from fnet.models.weights._config import Config
 from fnet.models.weights._weight_names import Names
 
@@ -54,14 +54,9 @@ class Model(nn.Layer):
             ValueError: the class has no preset `name`.
         """
         if name not in cls.PRESETS:
-            near = difflib.get_close_matches(name, cls.PRESETS, 1)
+            there = f"it has {', '.join(cls.PRESETS) or 'none'}"
             raise ValueError(
-                f"{cls.__name__} has no preset {name!r}"
-                + (
-                    f"; did you mean {near[0]!r}?"
-                    if near
-                    else f"; it has {', '.join(cls.PRESETS) or 'none'}"
-                )
+                f"{cls.__name__} has no preset {name!r}; {did_you_mean(name, cls.PRESETS) or there}"
             )
         return cls(**{**cls.PRESETS[name], **changes})
 

@@ -17,7 +17,6 @@ memory-mapped, and each array is copied once. Pickles are never opened.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ import jax
 import numpy as np
 
 from fnet import compress
+from fnet._util._nearest import did_you_mean
 from fnet.layers._spec import put
 from fnet.models._model import Model
 from fnet.models.weights import _config, _folder, _hub, _key_map, _llama2c, _match, _tensors
@@ -419,11 +419,8 @@ def _class_of(name):
     cls = next((cls for cls in classes if name in cls.PRESETS), None)
     if cls is None:
         presets = [preset for cls in classes for preset in cls.PRESETS]
-        near = difflib.get_close_matches(name, presets, 1)
-        raise ValueError(
-            f"no model has a preset {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(presets)}")
-        )
+        meant = did_you_mean(name, presets) or f"there are {', '.join(presets)}"
+        raise ValueError(f"no model has a preset {name!r}; {meant}")
     return cls
 
 

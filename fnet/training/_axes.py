@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import sys
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from fnet._util._nearest import nearest_to_pattern
 from fnet.jaxpr import is_implicit
 from fnet.layers import ParamSpec, Spec
 
@@ -287,11 +287,10 @@ class Axes:
         for each, tree in zip(self._all, self._trees):
             for pattern, words in each.items() if tree is None else ():
                 if isinstance(words, str) and not any(_matches(pattern, leaf) for leaf in every):
-                    near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
                     raise ValueError(
                         f"{self.who}: the pattern {pattern!r} of axes= matches no parameter; "
                         f"nearest: "
-                        f"{', '.join(map(repr, near))}"
+                        f"{nearest_to_pattern(pattern, paths)}"
                     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from fnet._util._nearest import did_you_mean
 from fnet.training.checkpoints._storage import StorePath, location, write_whole
 
 Config = TypeVar("Config")
@@ -60,8 +60,7 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
     checked = {}
     for name, value in values.items():
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1)
-            meant = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(fields)}"
+            meant = did_you_mean(name, fields) or f"there are {', '.join(fields)}"
             raise ConfigError(f"{where}{cls.__name__} has no field '{name}': {meant}")
         kinds = get_args(hints[name]) or (hints[name],)
         if float in kinds and type(value) is int:

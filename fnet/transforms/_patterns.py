@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from fnet._util._nearest import nearest_to_pattern
 from fnet.jaxpr import BLOCK
 from fnet.transforms._capture._sites import Site
 
@@ -85,10 +85,9 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
     found = whole or indexed
     if not found:
         names = [site.name for site in sites if site.obstacle is None]
-        near = difflib.get_close_matches(pattern, names, 4, 0.3) or names[:4]
         raise ValueError(
             f"{who}: the pattern {pattern!r} matches no site; nearest: "
-            f"{', '.join(map(repr, near)) or 'the function has no named scopes'}. "
+            f"{nearest_to_pattern(pattern, names, 4) or 'the function has no named scopes'}. "
             f"ft.sites(f)(*args) "
             "lists all sites"
         )

@@ -4,12 +4,12 @@ fields of config.json raise an error."""
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fnet._util._nearest import did_you_mean
 from fnet.models.weights._json import read, text_of
 
 LISTED = 8  # number of problems that an error lists; the others are only counted
@@ -289,10 +289,10 @@ def model(folder: Path, classes: Sequence[type]):
     candidates = [cls for cls in classes if isinstance(kind, str) and kind in cls.CONFIGS]
     if not candidates:
         kinds = sorted({each for cls in classes for each in cls.CONFIGS})
-        near = difflib.get_close_matches(str(kind), kinds, 1)
+        meant = did_you_mean(str(kind), kinds)
         raise ValueError(
             f"{path}: 'model_type' is {text_of(kind)}, which fnet does not support"
-            + (f"; did you mean {near[0]!r}? " if near else "; ")
+            + (f"; {meant} " if meant else "; ")
             + f"it supports {', '.join(kinds)}"
         )
     cls = next(

@@ -3,11 +3,10 @@ and shapes."""
 
 from __future__ import annotations
 
-import difflib
-
 import jax
 import numpy as np
 
+from fnet._util._nearest import nearest
 from fnet.models.weights import _key_map, _llama2c
 from fnet.models.weights._weight_names import Tied
 
@@ -236,5 +235,5 @@ def ours(entry):
 
 
 def _near(key, keys, text):
-    near = difflib.get_close_matches(key, keys, 1, 0.7)
+    near = nearest(key, keys, similar=0.7)
     return text.format(near[0]) if near else ""

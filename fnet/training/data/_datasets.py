@@ -1,7 +1,6 @@
 """Four image data sets, read from the files that their authors publish: digits, MNIST,
 Fashion-MNIST, CIFAR-10."""
 
-import difflib
 import hashlib
 import http.client
 import importlib.util
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fnet._util._nearest import nearest
 from fnet.training.data._cache import data_folder
 from fnet.training.data._image_formats import (
     CIFAR_FOLDER,
@@ -163,7 +163,7 @@ def load(
     """
     if name not in NAMES:
         known = ", ".join(NAMES)
-        near = difflib.get_close_matches(str(name).lower().replace("-", "_"), NAMES)
+        near = nearest(str(name).lower().replace("-", "_"), NAMES, 3)
         hint = f"did you mean {' or '.join(near)}? There are {known}" if near else f"use {known}"
         raise ValueError(f"unknown dataset {name!r}: {hint}")
     if name == "digits":

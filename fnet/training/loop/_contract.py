@@ -3,13 +3,13 @@ step."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from fnet._util._nearest import did_you_mean
 from fnet.training.checkpoints import _leaves
 from fnet.training.record import _metrics
 from fnet.training.record._media import MEDIA
@@ -158,10 +158,10 @@ def check_watched(
         else:
             continue
         if metric not in known:
-            near = difflib.get_close_matches(metric, known, 1)
+            meant = did_you_mean(metric, known)
             raise ValueError(
                 f"'{metric}' is the monitored metric, but the evaluations return {known}"
-                + (f": did you mean '{near[0]}'?" if near else "")
+                + (f": {meant}" if meant else "")
             )
         if values is not None and (isinstance(values[metric], MEDIA) or np.ndim(values[metric])):
             raise ValueError(

@@ -6,7 +6,6 @@ not know receives its inputs in the dtypes in which they were traced, so that it
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import weakref
@@ -19,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from fnet import _jax, hardware, jaxpr
+from fnet._util._nearest import nearest_to_pattern
 from fnet.hardware import Policy
 from fnet.jaxpr import Interpreter, Value, bind, description, plain, traits, wraps
 from fnet.transforms._autocast._lowered import Saveable, lowered
@@ -182,10 +182,9 @@ class _Autocast(Interpreter):
         for pattern, _, _ in self.rules:
             if pattern not in self.matched:
                 paths = sorted(filter(None, self.scopes))
-                near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
                 raise ValueError(
                     f"autocast: the rule {pattern!r} matches no scope; nearest: "
-                    f"{', '.join(map(repr, near)) or 'the function has no named scopes'}"
+                    f"{nearest_to_pattern(pattern, paths) or 'the function has no named scopes'}"
                 )
 
     def literal(self, atom):
