@@ -151,7 +151,7 @@ class Count:
         `depth` segments are summed. If `depth` is None, every scope has its own entry."""
         rows: dict[str, Cost] = {}
         for path, each in self.scopes.items():
-            key = path if depth is None else "/".join(path.split("/")[:depth])
+            key = shortened(path, depth)
             rows[key] = rows.get(key, Cost()) + each
         return rows
 
@@ -192,6 +192,11 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     32768
     """
     return count_jaxpr(Traced(f, args, kwargs).closed)
+
+
+def shortened(path: str, depth: int | None) -> str:
+    """Returns the first `depth` segments of a scope path, or the whole path for None."""
+    return path if depth is None else "/".join(path.split("/")[:depth])
 
 
 def count_jaxpr(closed: Any) -> Count:
@@ -240,12 +245,7 @@ class _Tally:
     def bodies(self, op: Op, times: int) -> None:
         name, where = op.eqn.primitive.name, _where(op.scope)
         if op.bodies[0][0].kind == "branch":
-            branches = [_Tally(frame, times) for _, frame in op.bodies]
-            if len({tally.total.flops for tally in branches}) > 1:
-                self.notes.append(
-                    f"cond{where}: only the most expensive of {len(branches)} branches is counted"
-                )
-            self.merge(max(branches, key=lambda tally: (tally.total.flops, tally.total.bytes)))
+            self.branches(op, times)
             return
         if name == "while":
             self.notes.append(
@@ -256,45 +256,48 @@ class _Tally:
                 self.notes.append(f"{name}{where}: unknown operation, its body is counted once")
             self.frame(frame, times * (1 if sub.times is None else sub.times))
 
+    def branches(self, op: Op, times: int) -> None:
+        branches = [_Tally(frame, times) for _, frame in op.bodies]
+        if len({tally.total.flops for tally in branches}) > 1:
+            self.notes.append(
+                f"cond{_where(op.scope)}: only the most expensive of {len(branches)} branches is "
+                f"counted"
+            )
+        self.merge(max(branches, key=lambda tally: (tally.total.flops, tally.total.bytes)))
+
     def operation(self, op: Op, times: int) -> None:
-        eqn, name = op.eqn, op.eqn.primitive.name
-        if jaxpr.description(eqn.primitive).plain:
-            self.stand_in(op, times)
+        eqn = op.eqn
+        plain = jaxpr.description(eqn.primitive).plain
+        if plain is not None:
+            self.stand_in(op, plain(eqn), times)
             return
-        each, multiplied = cost(eqn), jaxpr.product(eqn)
-        reads, writes = touched(op.eqn)
+        each = cost(eqn)
+        reads, writes = touched(eqn)
         moved = (sum(reads) + sum(writes)) * times
         flops = each.flops * times
-        if each.kind == "unknown":
-            self.notes.append(f"{name}{_where(op.scope)}: its FLOPs are unknown, counted as 0")
-        if each.kind == "matmul" and each.shape is not None:
-            convolution = multiplied is not None and multiplied.op is jaxpr.CONVOLUTION
-            dtype = multiplied.dtype if multiplied else eqn.invars[0].aval.dtype
-            self.matmuls.append(
-                Matmul(
-                    op.scope,
-                    "conv" if convolution else "dot",
-                    each.shape,
-                    str(dtype),
-                    multiplied and multiplied.precision,
-                    flops,
-                    times,
-                )
-            )
-        elif each.kind == "matmul":
-            self.notes.append(
-                f"{name}{_where(op.scope)}: the FLOPs are the operation's own estimate"
-            )
-        kinds = {each.kind: flops} if each.kind not in ("free", "unknown") else {}
-        again = flops if each.kind == "matmul" and op.recomputed else 0
-        self.scopes[op.scope] += Cost(**kinds, recomputed=again, bytes=moved)
+        label = f"{eqn.primitive.name}{_where(op.scope)}"
 
-    def stand_in(self, op: Op, times: int) -> None:
+        if each.kind == "unknown":
+            self.notes.append(f"{label}: its FLOPs are unknown, counted as 0")
+            self.scopes[op.scope] += Cost(bytes=moved)
+        elif each.kind == "free":
+            self.scopes[op.scope] += Cost(bytes=moved)
+        elif each.kind == "matmul":
+            if each.shape is None:
+                self.notes.append(f"{label}: the FLOPs are the operation's own estimate")
+            else:
+                self.matmuls.append(_matmul(op, each.shape, flops, times))
+            recomputed = flops if op.recomputed else 0
+            self.scopes[op.scope] += Cost(matmul=flops, recomputed=recomputed, bytes=moved)
+        else:  # the other kinds are names of fields of Cost
+            self.scopes[op.scope] += Cost(**{each.kind: flops}, bytes=moved)
+
+    def stand_in(self, op: Op, plain: Any, times: int) -> None:
         """Adds the FLOPs and bytes of `times` runs of a composite operation to the costs of the
         scopes. A composite operation, such as attention, represents several ordinary operations,
         whose FLOPs are counted. The bytes are those of the operands and results of the composite
         operation, without intermediate values."""
-        inner = _Tally(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
+        inner = _Tally(read(plain, op.at), times)
         for scope, each in inner.scopes.items():
             inner.scopes[scope] = dataclasses.replace(each, bytes=0, fused_bytes=0)
         self.merge(inner)
@@ -318,20 +321,22 @@ def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
     """
     kept = Kept(frame, by_scope=True)
     moved: dict[tuple[str, int, str], tuple[Op, int]] = {}
+
+    def move(op: Op, value: int, size: int, way: str) -> None:
+        key = op.scope, kept.name(value), way
+        if key not in moved or size > moved[key][1]:
+            moved[key] = op, size
+
     for op in kept.real:
         if op.bodies:
             continue  # the bytes are counted in the frame of its body
         reads, writes = touched(op.eqn)
-        for ids, sizes, way in ((op.ins, reads, "read"), (op.outs, writes, "write")):
-            for i, size in zip(ids, sizes):
-                if (
-                    i is not None
-                    and kept(i)
-                    and not (way == "write" and not kept.users.get(i) and i not in kept.outputs)
-                ):
-                    key = (op.scope, kept.name(i), way)
-                    if key not in moved or size > moved[key][1]:
-                        moved[key] = op, size
+        for value, size in zip(op.ins, reads):
+            if value is not None and kept(value):
+                move(op, value, size, "read")
+        for value, size in zip(op.outs, writes):
+            if value is not None and kept(value) and kept.used(value):
+                move(op, value, size, "write")
     return list(moved.values())
 
 
@@ -359,11 +364,10 @@ class Kept:
 
     def __init__(self, frame: Frame, *, by_scope: bool = False, epilogues: bool = True):
         self.by_scope, self.epilogues = by_scope, epilogues
-        same: dict[int, int] = {}  # maps the result of a reshape or broadcast to its input
+        self._same: dict[int, int] = {}  # maps the result of a reshape or broadcast to its input
         for op in frame.ops:
             if _free(op) and op.ins and op.ins[0] is not None:
-                same[op.outs[0]] = same.get(op.ins[0], op.ins[0])
-        self.name = lambda i: same.get(i, i)
+                self._same[op.outs[0]] = self.name(op.ins[0])
         self.real = [op for op in frame.ops if not _free(op) and op.eqn.primitive.name != "iota"]
         self.maker = {out: op for op in self.real for out in op.outs}
         self.users: dict[int, list[Op]] = {}
@@ -373,13 +377,25 @@ class Kept:
                     self.users.setdefault(self.name(i), []).append(op)
         self.outputs = {self.name(i) for i in frame.outputs if i is not None}
 
-    def __call__(self, i: int) -> bool:
-        i = self.name(i)
-        op, uses = self.maker.get(i), self.users.get(i, [])
-        apart = lambda use: heavy(use) or (self.by_scope and use.scope != op.scope)
-        if op is None or i in self.outputs or any(map(apart, uses)):
+    def name(self, value: int) -> int:
+        """Returns the value of which `value` is a reshaped, broadcast or transposed form."""
+        return self._same.get(value, value)
+
+    def used(self, value: int) -> bool:
+        return bool(self.users.get(value)) or value in self.outputs
+
+    def __call__(self, value: int) -> bool:
+        value = self.name(value)
+        op = self.maker.get(value)
+        users = self.users.get(value, [])
+        if op is None or value in self.outputs:
             return True
-        return heavy(op) and not (self.epilogues and len(uses) == 1)
+        if any(heavy(user) for user in users):
+            return True
+        if self.by_scope and any(user.scope != op.scope for user in users):
+            return True
+        is_epilogue = self.epilogues and len(users) == 1
+        return heavy(op) and not is_epilogue
 
 
 def heavy(op: Op) -> bool:
@@ -396,12 +412,11 @@ def table(counted: Count, depth: int | None = None) -> str:
     """Formats a count as a table with a line for each scope."""
     rows = [("scope", "matmul", "other FLOPs", "transcend.", "bytes fused", "unfused")]
     for path, each in (*counted.by_depth(depth).items(), ("total", counted.total)):
-        other = each.elementwise + each.reduction
         rows.append(
             (
                 path or "(no scope)",
                 f"{si(each.matmul)}F",
-                f"{si(other)}F",
+                f"{si(each.elementwise + each.reduction)}F",
                 si(each.transcendental),
                 f"{si(each.fused_bytes)}B",
                 f"{si(each.bytes)}B",
@@ -411,10 +426,20 @@ def table(counted: Count, depth: int | None = None) -> str:
         *aligned(rows),
         "FLOPs are exact (convolutions: padding included); the bytes moved are between",
         f"{si(counted.io_bytes)}B (arguments and outputs, exact) and {si(counted.total.bytes)}B "
-        f"(unfused, upper "
-        "bound); 'fused' is an estimate.",
+        f"(unfused, upper bound); 'fused' is an estimate.",
+        *(f"note: {note}" for note in counted.notes),
     ]
-    return "\n".join([*lines, *(f"note: {note}" for note in counted.notes)])
+    return "\n".join(lines)
+
+
+def _matmul(op: Op, shape: tuple[int, int, int, int], flops: int, times: int) -> Matmul:
+    product = jaxpr.product(op.eqn)
+    if product is None:  # a ragged dot, of which `cost` knows the sizes
+        name, dtype, precision = "dot", op.eqn.invars[0].aval.dtype, None
+    else:
+        name = "conv" if product.op is jaxpr.CONVOLUTION else "dot"
+        dtype, precision = product.dtype, product.precision
+    return Matmul(op.scope, name, shape, str(dtype), precision, flops, times)
 
 
 def _where(scope: str) -> str:

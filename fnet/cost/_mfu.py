@@ -34,6 +34,8 @@ class MFU:
     def __str__(self) -> str:
         if self.value is None:
             return f"MFU unknown: {self.why}"
+        if self.peak is None:
+            return f"MFU {self.value:.1%}"
         return f"MFU {self.value:.1%} of {si(self.peak)}FLOP/s ({self.dtype}, {self.basis})"
 
 

@@ -14,7 +14,7 @@ import jax
 
 from fnet._util._text_table import aligned
 from fnet._util._units import si
-from fnet.cost._count import Cost, Count, count
+from fnet.cost._count import Cost, Count, count, shortened
 from fnet.cost._mfu import MFU, mfu
 from fnet.cost._tiles import Waste, rule, tile_waste
 from fnet.hardware._chip import Chip
@@ -150,79 +150,105 @@ def roofline(
     """
     leaves = jax.tree.leaves(args)
     concrete = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    held = [
-        leaf.sharding.device_set
-        for leaf in leaves
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    ]
+    held = [leaf.sharding.device_set for leaf in leaves if _on_devices(leaf)]
+
     here = detect(next(iter(held[0])) if held else None)
-    chip = here if chip is None else detect(chip)
+    target = here if chip is None else detect(chip)
     if devices is None:
         devices = max(map(len, held), default=1)
-    local = (chip.name, chip.kind) == (here.name, here.kind)
+
     if measure and not concrete:
         raise ValueError(
             "roofline: measure=True needs arrays, got jax.ShapeDtypeStructs, which have no values; "
             "pass arrays, or measure=False for the bound alone"
         )
     if measure is None:
-        measure = concrete and local
+        measure = concrete and _same_chip(target, here)
+
     counted = count(step, *args)
+    scopes, total = _bounds(counted, target, devices, depth)
+    seconds = _time(step, args, repeats) if measure else None
+    return Roofline(
+        chip=target,
+        devices=devices,
+        scopes=scopes,
+        total=total,
+        count=counted,
+        ridge=_ridge(counted, target),
+        measured=seconds,
+        mfu=_utilization(counted, seconds, target, here, devices),
+        waste=tile_waste(counted.matmuls, target),
+        rule=rule(target),
+        notes=(*counted.notes, *_missing(target)),
+    )
+
+
+def _on_devices(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _same_chip(a: Chip, b: Chip) -> bool:
+    return (a.name, a.kind) == (b.name, b.kind)
+
+
+def _bounds(
+    counted: Count, chip: Chip, devices: int, depth: int | None
+) -> tuple[tuple[Bound, ...], Bound]:
+    """Returns the bound of each scope that does any work, and the bound of the whole function."""
     share = chip.chips_of(devices)
     compute = compute_seconds(counted, chip, share, depth)
-    memory = lambda each: each.fused_bytes / (chip.bandwidth * share) if chip.bandwidth else None
-    rows = [
-        _bound(scope, each, None if compute is None else compute.get(scope, 0.0), memory(each))
-        for scope, each in counted.by_depth(depth).items()
-        if each.flops or each.transcendental or each.fused_bytes
-    ]
-    seconds = _time(step, args, repeats) if measure else None
-    total = _bound(
-        "total",
-        counted.total,
-        sum(compute.values()) if compute is not None else None,
-        memory(counted.total),
-    )
-    if all(row.seconds is not None for row in rows):
-        total = dataclasses.replace(total, seconds=sum(row.seconds for row in rows))
+
+    def memory_seconds(cost: Cost) -> float | None:
+        return cost.fused_bytes / (chip.bandwidth * share) if chip.bandwidth else None
+
+    scopes = []
+    for scope, cost in counted.by_depth(depth).items():
+        if cost.flops or cost.transcendental or cost.fused_bytes:
+            arithmetic = None if compute is None else compute.get(scope, 0.0)
+            scopes.append(_bound(scope, cost, arithmetic, memory_seconds(cost)))
+
+    arithmetic = None if compute is None else sum(compute.values())
+    total = _bound("total", counted.total, arithmetic, memory_seconds(counted.total))
+    # Scopes run one after another, so the sum of their bounds is higher, and still a lower bound.
+    times = [bound.seconds for bound in scopes if bound.seconds is not None]
+    if len(times) == len(scopes):
+        total = dataclasses.replace(total, seconds=sum(times))
+    return tuple(scopes), total
+
+
+def _ridge(counted: Count, chip: Chip) -> float | None:
+    peak = chip.peak(counted.dtype) if counted.dtype else None
+    return peak.flops / chip.bandwidth if peak and chip.bandwidth else None
+
+
+def _utilization(
+    counted: Count, seconds: float | None, chip: Chip, here: Chip, devices: int
+) -> MFU:
+    """Returns the MFU on `chip` for a time that was measured on the chip `here`."""
+    local = _same_chip(chip, here)
+    if seconds is None and local:
+        return MFU(None, "nothing was measured")
     if seconds is None:
-        why = (
-            "nothing was measured"
-            if local
-            else f"nothing was measured: this is {here.name}, not {chip.name}"
-        )
-        utilization = MFU(None, why)
-    elif not local:
-        utilization = MFU(None, f"the time was measured on {here.name}, not on {chip.name}")
-    elif not counted.model_flops:
-        utilization = MFU(None, "the function has no matrix products")
-    else:
-        utilization = mfu(counted.model_flops, seconds, chip, counted.dtype, devices)
-    notes = list(counted.notes)
+        return MFU(None, f"nothing was measured: this is {here.name}, not {chip.name}")
+    if not local:
+        return MFU(None, f"the time was measured on {here.name}, not on {chip.name}")
+    if not counted.model_flops:
+        return MFU(None, "the function has no matrix products")
+    return mfu(counted.model_flops, seconds, chip, counted.dtype, devices)
+
+
+def _missing(chip: Chip) -> list[str]:
+    """Returns a note if the catalog lacks figures of the chip."""
     if not chip.known:
-        notes.append(
+        return [
             f"{chip.name} is not in the catalog, so there are no bounds; call hardware.measure()"
-        )
-    elif chip.bandwidth is None:
-        notes.append(
+        ]
+    if chip.bandwidth is None:
+        return [
             f"the memory bandwidth of {chip.name} is unknown: only compute bounds; call "
             f"hardware.measure()"
-        )
-    peak = chip.peak(counted.dtype) if counted.dtype else None
-    ridge = peak.flops / chip.bandwidth if peak and chip.bandwidth else None
-    return Roofline(
-        chip,
-        devices,
-        tuple(rows),
-        total,
-        counted,
-        ridge,
-        seconds,
-        utilization,
-        tile_waste(counted.matmuls, chip),
-        rule(chip),
-        tuple(notes),
-    )
+        ]
+    return []
 
 
 def compute_seconds(
@@ -232,96 +258,66 @@ def compute_seconds(
     products are assumed to run at the peak rate of their dtype, and other operations at the float32
     peak rate."""
     seconds: dict[str, float] = collections.defaultdict(float)
-    key = lambda path: path if depth is None else "/".join(path.split("/")[:depth])
     for matmul in counted.matmuls:
         peak = chip.peak(matmul.dtype, precision=matmul.precision)
         if peak is None:
             return None
-        seconds[key(matmul.scope)] += matmul.flops / (peak.flops * share)
+        seconds[shortened(matmul.scope, depth)] += matmul.flops / (peak.flops * share)
+
     vector = chip.peaks.get("fp32")
-    if vector is None and not counted.matmuls:
-        return None
     if vector is not None:
         for path, each in counted.scopes.items():
             work = each.elementwise + each.reduction + each.transcendental
-            seconds[key(path)] += work / (vector * share)
+            seconds[shortened(path, depth)] += work / (vector * share)
+    elif not counted.matmuls:
+        return None
     return seconds
 
 
-def _bound(scope: str, each: Cost, compute: float | None, memory: float | None) -> Bound:
-    known = [seconds for seconds in (compute, memory) if seconds is not None]
-    bound = (
-        "unknown"
-        if not known
-        else "compute or memory"
-        if len(known) == 1
-        else "compute"
-        if known[0] >= known[1]
-        else "memory"
-    )
-    return Bound(scope, each, compute, memory, bound, max(known, default=None))
+def _bound(scope: str, cost: Cost, compute: float | None, memory: float | None) -> Bound:
+    if compute is None and memory is None:
+        return Bound(scope, cost, None, None, "unknown", None)
+    if compute is None or memory is None:
+        only = memory if compute is None else compute
+        return Bound(scope, cost, compute, memory, "compute or memory", only)
+    longer = "compute" if compute >= memory else "memory"
+    return Bound(scope, cost, compute, memory, longer, max(compute, memory))
 
 
 def _time(step: Callable[..., Any], args: tuple, repeats: int) -> float:
     """Returns the median seconds of a call, without the first call, which compiles."""
     jitted = hasattr(step, "lower")
     run = step if jitted else jax.jit(step)
-    fresh = (
-        (
-            lambda: jax.block_until_ready(
-                jax.tree.map(
-                    lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, args
-                )
-            )
-        )
-        if jitted
-        else (lambda: args)
-    )
-    jax.block_until_ready(run(*fresh()))
+
+    def arguments() -> tuple:
+        if not jitted:
+            return args
+        # The call may donate its arguments, so each call gets its own.
+        return jax.block_until_ready(jax.tree.map(_copied, args))
+
+    jax.block_until_ready(run(*arguments()))
     times = []
     for _ in range(repeats):
-        mine = fresh()
+        mine = arguments()
         start = time.perf_counter()
         jax.block_until_ready(run(*mine))
         times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 2]
 
 
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+
+
 def _text(report: Roofline) -> str:
-    chip = report.chip
-    peak = chip.peak(report.count.dtype) if report.count.dtype else None
-    rate = f"{si(peak.flops)}FLOP/s {peak.dtype} ({peak.basis})" if peak else "no peak known"
-    band = (
-        f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})"
-        if chip.bandwidth
-        else "bandwidth unknown"
-    )
-    ridge = f"; bound by compute above {report.ridge:.3g} FLOP/byte" if report.ridge else ""
-    many = f", {report.devices} JAX devices" if report.devices > 1 else ""
-    lines = [f"{chip.name}{many}: {rate}, {band}{ridge}", ""]
-    rows = [("scope", "FLOPs", "bytes", "FLOP/byte", "bound", "at the bound")]
-    for row in (*report.scopes, report.total):
-        intensity = "-" if row.intensity is None else f"{row.intensity:.3g}"
-        rows.append(
-            (
-                row.scope or "(no scope)",
-                f"{si(row.cost.flops)}F",
-                f"{si(row.cost.fused_bytes)}B",
-                intensity,
-                row.bound,
-                seconds_text(row.seconds),
-            )
-        )
-    lines += [*aligned(rows, left=(0, 4)), ""]
+    lines = [_headline(report), ""]
+    lines += aligned(_rows(report), left=(0, 4))
+    lines.append("")
     if report.measured is not None:
-        ratio = (
-            f", {report.measured / report.total.seconds:.1f} times the bound"
-            if report.total.seconds
-            else ""
-        )
-        lines.append(
-            f"measured {seconds_text(report.measured)} per call (median, whole function){ratio}"
-        )
+        took = f"measured {seconds_text(report.measured)} per call (median, whole function)"
+        if report.total.seconds:
+            took += f", {report.measured / report.total.seconds:.1f} times the bound"
+        lines.append(took)
     lines.append(str(report.mfu))
     if report.waste:
         lines.append("sizes that do not fill the tiles:")
@@ -329,18 +325,54 @@ def _text(report: Roofline) -> str:
         if len(report.waste) > 5:
             lines.append(f"  and {len(report.waste) - 5} more")
         lines.append(textwrap.fill(report.rule, 98, initial_indent="  ", subsequent_indent="  "))
-    lines.append(
+    lines += [
         "FLOPs are exact (convolutions: padding included); bytes are estimated after fusion and "
-        "are "
-        f"\nbetween {si(report.count.io_bytes)}B (arguments and outputs) and "
-        f"{si(report.count.total.bytes)}B (unfused)"
-    )
-    return "\n".join([*lines, *(f"note: {note}" for note in report.notes)])
+        "are ",
+        f"between {si(report.count.io_bytes)}B (arguments and outputs) and "
+        f"{si(report.count.total.bytes)}B (unfused)",
+    ]
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join(lines)
+
+
+def _headline(report: Roofline) -> str:
+    chip = report.chip
+    name = chip.name
+    if report.devices > 1:
+        name += f", {report.devices} JAX devices"
+
+    peak = chip.peak(report.count.dtype) if report.count.dtype else None
+    rate = "no peak known"
+    if peak:
+        rate = f"{si(peak.flops)}FLOP/s {peak.dtype} ({peak.basis})"
+
+    bandwidth = "bandwidth unknown"
+    if chip.bandwidth:
+        bandwidth = f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})"
+
+    line = f"{name}: {rate}, {bandwidth}"
+    if report.ridge:
+        line += f"; bound by compute above {report.ridge:.3g} FLOP/byte"
+    return line
+
+
+def _rows(report: Roofline) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("scope", "FLOPs", "bytes", "FLOP/byte", "bound", "at the bound")
+    ]
+    for bound in (*report.scopes, report.total):
+        scope = bound.scope or "(no scope)"
+        flops = f"{si(bound.cost.flops)}F"
+        moved = f"{si(bound.cost.fused_bytes)}B"
+        intensity = "-" if bound.intensity is None else f"{bound.intensity:.3g}"
+        rows.append((scope, flops, moved, intensity, bound.bound, seconds_text(bound.seconds)))
+    return rows
 
 
 def seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
-    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-    factor, unit = next((pair for pair in units if seconds >= pair[0]), units[-1])
-    return f"{seconds / factor:.3g} {unit}"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fnet import cost
 from fnet import hardware as hw
 from fnet.cost._roofline import seconds_text
 from fnet.cost._tiles import stored_bytes
@@ -152,6 +153,10 @@ def test_mfu():
     assert hw.mfu(1e14, 1.0, v5e, "bfloat16", devices=4).value == pytest.approx(half.value / 4)
     assert hw.mfu(1e13, 1.0, hw.chips["TPU v3"], "bfloat16").peak == 61.5e12
     assert hw.mfu(1e12, 1.0, hw.chips["H100 SXM5 80GB"]).dtype == "tf32"
+
+
+def test_an_mfu_without_a_peak_has_a_text():
+    assert str(cost.MFU(0.5)) == "MFU 50.0%"
 
 
 def test_mfu_says_why_it_is_unknown():
