@@ -46,7 +46,7 @@ class FrozenTable(Mapping):
     def __init__(self, items: Any = (), /, **more: Any):
         self._items = tuple(dict(items, **more).items())
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         for name, value in self._items:
             if name == key:
                 return value

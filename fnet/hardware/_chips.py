@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any
 
@@ -15,6 +15,18 @@ from fnet._util._nearest import similarity
 from fnet.hardware._chip import Chip, FrozenTable, Links, Price, Quote
 
 _GIB = 2**30
+_FIGURES = (  # what "unverified": ["all"] in chips.json means, beside the peaks
+    "memory_bytes",
+    "memory_kind",
+    "caches",
+    "bandwidth",
+    "links",
+    "power_watts",
+    "clock",
+    "units",
+    "device_kinds",
+    "year",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +72,7 @@ class _Catalog(Mapping):
     """A mapping from names to chips or systems, read on first use. A lookup ignores case and words
     in parentheses."""
 
-    def __init__(self, what: str, read):
+    def __init__(self, what: str, read: Callable[[], Iterable[Any]]):
         self._what, self._read = what, read
 
     @functools.cached_property
@@ -70,19 +82,16 @@ class _Catalog(Mapping):
     @functools.cached_property
     def _index(self) -> dict[str, str]:
         index: dict[str, str] = {}
-        short = collections.Counter(_short(name) for name in self._rows)
+        same = collections.Counter(map(_short, self._rows))
         for name, row in self._rows.items():
-            plain = [_short(name)] if short[_short(name)] == 1 else []
-            for key in (
-                name,
-                *plain,
-                *getattr(row, "aliases", ()),
-                *getattr(row, "device_kinds", ()),
-            ):
+            keys = [name, *getattr(row, "aliases", ()), *getattr(row, "device_kinds", ())]
+            if same[_short(name)] == 1:
+                keys.insert(1, _short(name))
+            for key in keys:
                 index.setdefault(key.lower(), name)
         return index
 
-    def __getitem__(self, name: str):
+    def __getitem__(self, name: str) -> Any:
         try:
             return self._rows[self._index[name.strip().lower()]]
         except KeyError:
@@ -114,16 +123,12 @@ class _Catalog(Mapping):
         return [each for each in self if name.strip() and whole.search(each)]
 
     def _unknown(self, name: str) -> str:
-        if len(variants := self.variants(name)) > 1:
-            return (
-                f"the catalog has {len(variants)} {self._what}s {name!r}: "
-                f"{', '.join(map(repr, variants))}; choose "
-                "one"
-            )
-        return (
-            f"the catalog has no {self._what} {name!r}; the most similar names are "
-            f"{', '.join(repr(near) for near in self.nearest(name))}"
-        )
+        variants = self.variants(name)
+        if len(variants) > 1:
+            names = ", ".join(map(repr, variants))
+            return f"the catalog has {len(variants)} {self._what}s {name!r}: {names}; choose one"
+        similar = ", ".join(map(repr, self.nearest(name)))
+        return f"the catalog has no {self._what} {name!r}; the most similar names are {similar}"
 
 
 class Chips(_Catalog):
@@ -177,15 +182,19 @@ def split_mig(kind: str) -> tuple[str, tuple[int, float, str] | None]:
 
 
 def _slice(chip: Chip, slice_: tuple[int, float, str]) -> Chip:
+    """Returns a MIG slice of a chip: `slice_` is (compute slices, memory in GiB, suffix of the
+    name)."""
     g, gib, suffix = slice_
-    table = raw()["mig_multiprocessors"].get(chip.architecture or "", {})
     total = chip.units.get("multiprocessors")
-    visible = table.get(str(g))
+    visible = raw()["mig_multiprocessors"].get(chip.architecture or "", {}).get(str(g))
+    units = chip.units
+    why = f"{g} of 7 compute slices"
+    if visible:
+        units = FrozenTable({**chip.units, "multiprocessors": visible})
+        why = f"{visible} of {total} multiprocessors"
     compute = visible / total if visible and total else g / 7
     memory = gib * _GIB / chip.memory_bytes if chip.memory_bytes else g / 8
     memory = max(1, round(memory * 8)) / 8  # memory and bandwidth are divided into eighths
-    why = f"{visible} of {total} multiprocessors" if visible else f"{g} of 7 compute slices"
-    units = {**chip.units, "multiprocessors": visible} if visible else chip.units
     return dataclasses.replace(
         chip.scaled(compute, memory, basis="estimated"),
         name=f"{chip.name} {suffix}",
@@ -193,7 +202,7 @@ def _slice(chip: Chip, slice_: tuple[int, float, str]) -> Chip:
         quoted=(),
         links=None,
         power_watts=None,
-        units=FrozenTable(units),
+        units=units,
         notes=f"A slice: {why}, {memory:.3g} of the memory. {chip.notes}",
     )
 
@@ -216,57 +225,51 @@ def _fields(cls: type, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _system(row: dict[str, Any]) -> System:
-    return System(
-        **_fields(System, row)
-        | dict(chip=chips[row["chip"]], quoted=_quotes(row), prices=_prices(row))
-    )
+    fields = dict(chip=chips[row["chip"]], quoted=_quotes(row), prices=_prices(row))
+    return System(**_fields(System, row) | fields)
 
 
 def _chip(row: dict[str, Any]) -> Chip:
-    fields = {
-        "memory_bytes",
-        "memory_kind",
-        "caches",
-        "bandwidth",
-        "links",
-        "power_watts",
-        "clock",
-        "units",
-        "device_kinds",
-        "year",
-    }
-    bases = {name: "published" for name in row["peak_tflops"]}
-    bases |= {name: "derived" for name in row.get("derived", ())}
-    weak = row.get("unverified", ())
-    bases |= {name: "unverified" for name in (fields | bases.keys() if "all" in weak else weak)}
     units = dict(row["units"])
     if "flop_per_cycle" in units:
         units["flop_per_cycle"] = FrozenTable(units["flop_per_cycle"])
-    links = row.get("links")
-    giga = lambda key, table: table[key] * 1e9 if table.get(key) is not None else None
-    return Chip(
-        **_fields(Chip, row)
-        | dict(
-            known=True,
-            architecture=row.get("architecture") or units.get("isa"),
-            peaks=FrozenTable({name: tera * 1e12 for name, tera in row["peak_tflops"].items()}),
-            memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None,
-            caches=FrozenTable(
-                {name: mib * 2**20 for name, mib in row.get("caches_mib", {}).items()}
-            ),
-            bandwidth=giga("bandwidth_gbs", row),
-            links=links
-            and Links(
-                **_fields(Links, links)
-                | {name: giga(f"{name}_gbs", links) for name in ("each_way", "total", "network")}
-            ),
-            prices=_prices(row),
-            quoted=_quotes(row),
-            explained=FrozenTable(row.get("explained", {})),
-            units=FrozenTable(units),
-            bases=FrozenTable(bases),
-        )
+    fields = _fields(Chip, row) | dict(
+        known=True,
+        architecture=row.get("architecture") or units.get("isa"),
+        peaks=FrozenTable({name: tera * 1e12 for name, tera in row["peak_tflops"].items()}),
+        memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None,
+        caches=FrozenTable({name: mib * 2**20 for name, mib in row.get("caches_mib", {}).items()}),
+        bandwidth=_giga(row, "bandwidth_gbs"),
+        links=_links(row),
+        prices=_prices(row),
+        quoted=_quotes(row),
+        explained=FrozenTable(row.get("explained", {})),
+        units=FrozenTable(units),
+        bases=FrozenTable(_bases(row)),
     )
+    return Chip(**fields)
+
+
+def _bases(row: dict[str, Any]) -> dict[str, str]:
+    """Returns {field or dtype: basis}. A field without an entry is published, see `Chip.basis`."""
+    bases = dict.fromkeys(row["peak_tflops"], "published")
+    bases |= dict.fromkeys(row.get("derived", ()), "derived")
+    unverified = row.get("unverified", ())
+    if "all" in unverified:
+        unverified = {*_FIGURES, *bases}
+    return bases | dict.fromkeys(unverified, "unverified")
+
+
+def _links(row: dict[str, Any]) -> Links | None:
+    links = row.get("links")
+    if not links:
+        return links
+    rates = {name: _giga(links, f"{name}_gbs") for name in ("each_way", "total", "network")}
+    return Links(**_fields(Links, links) | rates)
+
+
+def _giga(table: dict[str, Any], key: str) -> float | None:
+    return table[key] * 1e9 if table.get(key) is not None else None
 
 
 def _prices(row: dict[str, Any]) -> tuple[Price, ...]:

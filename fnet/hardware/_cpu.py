@@ -71,52 +71,62 @@ def read_cpu(root: str | os.PathLike = "/", affinity: Collection[int] | None = N
     (default: this process's affinity mask)."""
     root = Path(root)
     if affinity is None:
-        affinity = (
-            os.sched_getaffinity(0)
-            if hasattr(os, "sched_getaffinity")
-            else range(os.cpu_count() or 1)
-        )
+        affinity = _affinity()
     blocks = _blocks(_text(root / "proc/cpuinfo"))
-    mine = [b for b in blocks if int(b.get("processor", -1)) in affinity] or blocks
+    mine = [block for block in blocks if int(block.get("processor", -1)) in affinity] or blocks
     first = mine[0] if mine else {}
-    flags = set(
-        (first.get("flags") or first.get("Features") or "")
-        .replace("avx512bf16", "avx512_bf16")
-        .split()
-    )
+    flags = _flags(first)
+    vendor = _vendor(first)
+
+    cores: float | None = _physical(mine) if mine else None
     quota = _quota(root)
-    cores = _physical(mine) if mine else None
     if cores is not None and quota is not None:
         cores = min(float(cores), quota)
-    vendor = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}.get(
-        first.get("vendor_id", ""), "ARM" if "CPU implementer" in first else "unknown"
-    )
-    isa = _isa(first, flags, vendor)
-    kept = tuple(f for f in _SHOWN_FLAGS if f in flags)
+
+    named = first.get("model name") or platform.processor() or platform.machine()
     return CPU(
-        model=first.get("model name")
-        or platform.processor()
-        or platform.machine()
-        or "unknown CPU",
+        model=named or "unknown CPU",
         vendor=vendor,
         cores=cores,
         threads=len(mine) or None,
         quota=quota,
-        isa=isa,
-        flags=kept,
+        isa=_isa(first, flags, vendor),
+        flags=tuple(flag for flag in _SHOWN_FLAGS if flag in flags),
         clock_ghz=_clock(root, first),
         virtual="hypervisor" in flags,
         memory_bytes=_memory(root),
     )
 
 
+def _affinity() -> Collection[int]:
+    if hasattr(os, "sched_getaffinity"):  # Linux has it, macOS and Windows do not
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
+
+
+def _flags(block: dict[str, str]) -> set[str]:
+    listed = block.get("flags") or block.get("Features") or ""  # "Features" on ARM
+    return set(listed.replace("avx512bf16", "avx512_bf16").split())
+
+
+def _vendor(block: dict[str, str]) -> str:
+    names = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}
+    other = "ARM" if "CPU implementer" in block else "unknown"
+    return names.get(block.get("vendor_id", ""), other)
+
+
 def _blocks(text: str) -> list[dict[str, str]]:
-    pairs = [
-        [line.split(":", 1) for line in part.splitlines() if ":" in line]
-        for part in text.strip().split("\n\n")
-    ]
-    blocks = [{key.strip(): value.strip() for key, value in each} for each in pairs]
-    return [block for block in blocks if "processor" in block]
+    """Returns the entries of /proc/cpuinfo that describe a logical CPU, {key: value} for each."""
+    blocks = []
+    for part in text.strip().split("\n\n"):
+        block = {}
+        for line in part.splitlines():
+            key, colon, value = line.partition(":")
+            if colon:
+                block[key.strip()] = value.strip()
+        if "processor" in block:
+            blocks.append(block)
+    return blocks
 
 
 def _physical(blocks: list[dict[str, str]]) -> int:
@@ -127,16 +137,12 @@ def _physical(blocks: list[dict[str, str]]) -> int:
 
 def _isa(block: dict[str, str], flags: set[str], vendor: str) -> str | None:
     family = int(block.get("cpu family", 0) or 0)
-    model = block.get("model name", "")
+    if "avx512f" in flags and vendor == "AMD":
+        return "avx512_zen5" if family >= 26 else "avx512_zen4"
     if "avx512f" in flags:
-        if vendor == "AMD":
-            return "avx512_zen5" if family >= 26 else "avx512_zen4"
         # Intel's client CPUs and small Xeons have one 512-bit FMA pipe. Larger Xeons have two.
-        return (
-            "avx512_one_fma"
-            if re.search(r"Core\(TM\)|Bronze|Silver|Xeon.* D-", model)
-            else "avx512_two_fma"
-        )
+        small = re.search(r"Core\(TM\)|Bronze|Silver|Xeon.* D-", block.get("model name", ""))
+        return "avx512_one_fma" if small else "avx512_two_fma"
     if "avx2" in flags and "fma" in flags:
         zen1 = vendor == "AMD" and family == 23 and int(block.get("model", 0) or 0) < 0x30
         return "avx2_zen1" if zen1 else "avx2"
@@ -165,22 +171,28 @@ def _quota(root: Path) -> float | None:
     parents of this cgroup."""
     quotas = []
     for controllers, path in _cgroups(root):
-        for step in (path, *path.parents):
+        for group in (path, *path.parents):
             if not controllers:
-                text = _text(root / "sys/fs/cgroup" / step / "cpu.max").split()
-                if len(text) == 2 and text[0].isdigit():
-                    quotas.append(int(text[0]) / int(text[1]))
+                quotas += _quota_v2(root / "sys/fs/cgroup" / group)
             elif "cpu" in controllers:
-                for mount in ("cpu", "cpu,cpuacct"):
-                    quota = _text(
-                        root / "sys/fs/cgroup" / mount / step / "cpu.cfs_quota_us"
-                    ).strip()
-                    period = _text(
-                        root / "sys/fs/cgroup" / mount / step / "cpu.cfs_period_us"
-                    ).strip()
-                    if quota.isdigit() and period.isdigit():
-                        quotas.append(int(quota) / int(period))
+                quotas += _quota_v1(root / "sys/fs/cgroup/cpu" / group)
+                quotas += _quota_v1(root / "sys/fs/cgroup/cpu,cpuacct" / group)
     return min(quotas, default=None)
+
+
+def _quota_v2(group: Path) -> list[float]:
+    words = _text(group / "cpu.max").split()  # "200000 100000", or "max 100000" without a limit
+    if len(words) == 2 and words[0].isdigit():
+        return [int(words[0]) / int(words[1])]
+    return []
+
+
+def _quota_v1(group: Path) -> list[float]:
+    quota = _text(group / "cpu.cfs_quota_us").strip()  # "-1" without a limit
+    period = _text(group / "cpu.cfs_period_us").strip()
+    if quota.isdigit() and period.isdigit():
+        return [int(quota) / int(period)]
+    return []
 
 
 def _memory(root: Path) -> float | None:

@@ -60,55 +60,62 @@ def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
     CPU is in the catalog, its entry is scaled to the available cores. If the CPU is not in the
     catalog, the peaks are estimated from the instruction set if possible; otherwise the peaks are
     unknown."""
-    common = dict(jax_devices_per_chip=devices, memory_bytes=cpu.memory_bytes)
-    flags = ", ".join(cpu.flags)
+    return _listed(cpu, devices) or _estimated(cpu, devices)
+
+
+def _listed(cpu: CPU, devices: int) -> Chip | None:
+    """Returns the available share of a CPU of the catalog, or None if the CPU is not in it."""
     for row in chips.values():
-        if row.units.get("model_name") and row.units["model_name"] in cpu.model and cpu.cores:
-            share = min(1.0, cpu.cores / row.units["cores"])
-            units = FrozenTable({**row.units, "cores": cpu.cores, "flags": cpu.flags})
-            note = f"{cpu.cores:g} of {row.units['cores']} cores are available to this process. {row.notes}"
-            bases = FrozenTable({**row.bases, "memory_bytes": "measured"})
-            return dataclasses.replace(
-                row.scaled(share, 1), units=units, notes=note, bases=bases, **common
-            )
-    name = (
-        cpu.model
-        if cpu.cores is None
-        else f"{cpu.model}, {cpu.cores:g} core{'s' if cpu.cores != 1 else ''}"
-    )
-    table = raw()["per_cycle"]["cpu_core"]
-    if cpu.isa is None or cpu.clock_ghz is None or cpu.cores is None:
-        missing = (
-            "instruction set" if cpu.isa is None else "clock" if cpu.clock_ghz is None else "cores"
+        model = row.units.get("model_name")
+        if not model or model not in cpu.model or not cpu.cores:
+            continue
+        cores = row.units["cores"]
+        return dataclasses.replace(
+            row.scaled(min(1.0, cpu.cores / cores), 1),
+            units=FrozenTable({**row.units, "cores": cpu.cores, "flags": cpu.flags}),
+            notes=f"{cpu.cores:g} of {cores} cores are available to this process. {row.notes}",
+            bases=FrozenTable({**row.bases, "memory_bytes": "measured"}),
+            jax_devices_per_chip=devices,
+            memory_bytes=cpu.memory_bytes,
         )
-        return Chip(
-            name=name,
-            kind="cpu",
-            vendor=cpu.vendor,
-            units=FrozenTable(flags=cpu.flags),
-            **common,
-            notes=f"The {missing} of this CPU could not be read, so its peak is unknown. Call measure().",
-        )
-    rates = dict(table[cpu.isa])
-    if "amx_int8" in cpu.flags:
-        rates |= {k: v for k, v in table["amx"].items() if f"amx_{k}" in cpu.flags}
-    elif cpu.vendor != "AMD":
-        rates = {k: v for k, v in rates.items() if k in ("fp32", "fp64")}
-    peaks = {k: cpu.cores * v * cpu.clock_ghz * 1e9 for k, v in rates.items()}
-    unsure = (
-        " reported by a virtual machine, which may be wrong by a factor of two"
-        if cpu.virtual
-        else ""
-    )
-    note = (
-        f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {cpu.clock_ghz:.2f} "
-        f"GHz{unsure}. "
-        f"Instruction sets: {flags}. measure() replaces the estimate by a measurement."
-    )
-    return Chip(
+    return None
+
+
+def _estimated(cpu: CPU, devices: int) -> Chip:
+    """Estimates the peaks from the instruction set, the clock and the number of cores, if these are
+    known."""
+    name = cpu.model
+    if cpu.cores is not None:
+        name += f", {cpu.cores:g} core{'s' if cpu.cores != 1 else ''}"
+    chip = Chip(
         name=name,
         kind="cpu",
         vendor=cpu.vendor,
+        units=FrozenTable(flags=cpu.flags),
+        jax_devices_per_chip=devices,
+        memory_bytes=cpu.memory_bytes,
+    )
+
+    def without_peaks(missing: str) -> Chip:
+        note = (
+            f"The {missing} of this CPU could not be read, so its peak is unknown. Call measure()."
+        )
+        return dataclasses.replace(chip, notes=note)
+
+    if cpu.isa is None:
+        return without_peaks("instruction set")
+    if cpu.clock_ghz is None:
+        return without_peaks("clock")
+    if cpu.cores is None:
+        return without_peaks("cores")
+
+    rates = _flop_per_cycle(cpu, cpu.isa)
+    peaks = {dtype: cpu.cores * rate * cpu.clock_ghz * 1e9 for dtype, rate in rates.items()}
+    clock = f"{cpu.clock_ghz:.2f} GHz"
+    if cpu.virtual:
+        clock += " reported by a virtual machine, which may be wrong by a factor of two"
+    return dataclasses.replace(
+        chip,
         known=True,
         architecture=cpu.isa,
         peaks=FrozenTable(peaks),
@@ -119,11 +126,24 @@ def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
             flags=cpu.flags,
             flop_per_cycle=FrozenTable(rates),
         ),
-        bases=FrozenTable({k: "estimated" for k in peaks} | {"memory_bytes": "measured"}),
-        sources=(table["source"],),
-        notes=note,
-        **common,
+        bases=FrozenTable({**dict.fromkeys(peaks, "estimated"), "memory_bytes": "measured"}),
+        sources=(raw()["per_cycle"]["cpu_core"]["source"],),
+        notes=(
+            f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {clock}. "
+            f"Instruction sets: {', '.join(cpu.flags)}. "
+            "measure() replaces the estimate by a measurement."
+        ),
     )
+
+
+def _flop_per_cycle(cpu: CPU, isa: str) -> dict[str, float]:
+    table = raw()["per_cycle"]["cpu_core"]
+    rates = dict(table[isa])
+    if "amx_int8" in cpu.flags:
+        return rates | {k: v for k, v in table["amx"].items() if f"amx_{k}" in cpu.flags}
+    if cpu.vendor == "AMD":
+        return rates
+    return {dtype: rate for dtype, rate in rates.items() if dtype in ("fp32", "fp64")}
 
 
 def _from_kind(kind: str, platform: str | None = None) -> Chip:
@@ -131,22 +151,21 @@ def _from_kind(kind: str, platform: str | None = None) -> Chip:
         return chips.find(kind)
     except KeyError as error:
         why = str(error.args[0])
-    lower = kind.lower()
-    if platform == "cpu" or lower == "cpu":
+
+    words = kind.lower()
+    if platform == "cpu" or words == "cpu":
         return Chip(name=kind, kind="cpu", notes="A CPU about which nothing else is known.")
-    if platform == "tpu" or lower.startswith("tpu"):
+    if platform == "tpu" or words.startswith("tpu"):
         return Chip(name=kind, kind="tpu", vendor="Google", notes=why)
-    nvidia = any(word in lower for word in ("nvidia", "tesla", "geforce", "quadro", "titan", "rtx"))
-    amd = any(word in lower for word in ("amd", "radeon", "instinct", "gfx"))
-    gpu = nvidia or amd or platform in ("gpu", "cuda", "rocm")
-    vendor = (
-        "NVIDIA"
-        if nvidia or platform == "cuda"
-        else "AMD"
-        if amd or platform == "rocm"
-        else "unknown"
-    )
-    return Chip(name=kind, kind="gpu" if gpu else platform or "unknown", vendor=vendor, notes=why)
+
+    # The name says more than the platform, which JAX may call "gpu" for both vendors.
+    if any(word in words for word in ("nvidia", "tesla", "geforce", "quadro", "titan", "rtx")):
+        return Chip(name=kind, kind="gpu", vendor="NVIDIA", notes=why)
+    if platform == "cuda":
+        return Chip(name=kind, kind="gpu", vendor="NVIDIA", notes=why)
+    if platform == "rocm" or any(word in words for word in ("amd", "radeon", "instinct", "gfx")):
+        return Chip(name=kind, kind="gpu", vendor="AMD", notes=why)
+    return Chip(name=kind, kind=platform or "unknown", notes=why)
 
 
 def _fit_gpu(chip: Chip, device: Any) -> Chip:
@@ -154,49 +173,55 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
     architecture and the number of multiprocessors that it can use."""
     capability = getattr(device, "compute_capability", None)
     if capability:
-        capability = str(capability).split(":")[0]  # "gfx942:sramecc+:xnack-"
-        vendor = (
-            "AMD"
-            if capability.startswith("gfx")
-            else "NVIDIA"
-            if chip.vendor == "unknown"
-            else chip.vendor
-        )
-        chip = dataclasses.replace(chip, architecture=capability, vendor=vendor)
+        chip = _with_architecture(chip, str(capability).split(":")[0])  # "gfx942:sramecc+:xnack-"
     visible = getattr(device, "core_count", None)
     if not chip.known or not visible:
         return chip
-    mig = split_mig(device.device_kind)[1] is not None
-    if mig:
-        whole = chips.find(split_mig(device.device_kind)[0])
-        compute = visible / whole.units["multiprocessors"]
-        peaks = FrozenTable({k: v * compute for k, v in whole.peaks.items()})
-        note = (
-            f"A slice: {visible} of {whole.units['multiprocessors']} multiprocessors. {whole.notes}"
-        )
-        return dataclasses.replace(
-            chip,
-            peaks=peaks,
-            notes=note,
-            units=FrozenTable({**chip.units, "multiprocessors": visible}),
-        )
+    whole_name, slice_name = split_mig(device.device_kind)
+    if slice_name is not None:
+        return _mig_slice(chip, chips.find(whole_name), visible)
+    return _partition(chip, visible)
+
+
+def _with_architecture(chip: Chip, architecture: str) -> Chip:
+    vendor = chip.vendor
+    if architecture.startswith("gfx"):
+        vendor = "AMD"
+    elif vendor == "unknown":
+        vendor = "NVIDIA"
+    return dataclasses.replace(chip, architecture=architecture, vendor=vendor)
+
+
+def _mig_slice(chip: Chip, whole: Chip, visible: int) -> Chip:
+    """Returns a slice of a GPU with `visible` multiprocessors. Its entry in the catalog has the
+    memory of the slice already."""
+    multiprocessors = whole.units["multiprocessors"]
+    share = visible / multiprocessors
+    return dataclasses.replace(
+        chip,
+        peaks=FrozenTable({dtype: peak * share for dtype, peak in whole.peaks.items()}),
+        notes=f"A slice: {visible} of {multiprocessors} multiprocessors. {whole.notes}",
+        units=FrozenTable({**chip.units, "multiprocessors": visible}),
+    )
+
+
+def _partition(chip: Chip, visible: int) -> Chip:
+    """Returns the share of a GPU of which this process sees only some multiprocessors."""
+    key = "multiprocessors" if "multiprocessors" in chip.units else "compute_units"
     # RDNA chips report work-group processors, each of which has two compute units. Therefore, only
     # Instinct chips are compared.
-    key = "multiprocessors" if "multiprocessors" in chip.units else "compute_units"
     if key == "compute_units" and not str(chip.architecture).startswith("gfx9"):
         return chip
     whole = chip.units.get(key, 0) / chip.jax_devices_per_chip
-    if whole and visible < 0.95 * whole:
-        share = visible / whole
-        note = f"A partition: {visible} of {whole:g} {key.replace('_', ' ')}, memory in proportion. {chip.notes}"
-        units = FrozenTable({**chip.units, key: visible})
-        return dataclasses.replace(
-            chip.scaled(share, basis="estimated"),
-            units=units,
-            notes=note,
-            name=f"{chip.name}, {visible} of {whole:g} {key.replace('_', ' ')}",
-        )
-    return chip
+    if not whole or visible >= 0.95 * whole:
+        return chip
+    part = f"{visible} of {whole:g} {key.replace('_', ' ')}"
+    return dataclasses.replace(
+        chip.scaled(visible / whole, basis="estimated"),
+        units=FrozenTable({**chip.units, key: visible}),
+        notes=f"A partition: {part}, memory in proportion. {chip.notes}",
+        name=f"{chip.name}, {part}",
+    )
 
 
 def _fit_tpu(chip: Chip, device: Any) -> Chip:

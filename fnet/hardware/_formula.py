@@ -9,6 +9,7 @@ from fnet.hardware._chip import Chip, Price
 from fnet.hardware._chips import System, raw
 
 YEAR_OF_USE = 365.25 * 24 * 3600
+_GIGA = 1e9  # clocks are in GHz
 
 
 class Computed(NamedTuple):
@@ -97,60 +98,50 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
             Computed(c.dtype, c.flops * chip.count, f"{chip.count} chips x {c.formula}")
             for c in computed(chip.chip)
         )
-    units, giga = chip.units, 1e9
+    units = chip.units
     clock = units.get("boost_ghz" if boost and "boost_ghz" in units else "clock_ghz")
     if not clock:
         return ()
-    per_cycle = raw()["per_cycle"]
-    rows = []
     if "multiprocessors" in units:
-        sm, cores, tensor = units["multiprocessors"], units["fp32_cores"], units["tensor_cores"]
-        rows.append(
-            Computed(
-                "fp32", sm * cores * 2 * clock * giga, f"{sm} SM x {cores} cores x 2 x {clock} GHz"
-            )
-        )
-        rate = per_cycle["nvidia_tensor_core_fp16"].get(chip.architecture, 0)
-        if tensor and rate:
-            rate //= 2 if units.get("half_rate_fp32_accumulate") else 1
-            clock = units.get("tensor_clock_ghz", clock)
-            rows.append(
-                Computed(
-                    "fp16",
-                    sm * tensor * rate * clock * giga,
-                    f"{sm} SM x {tensor} tensor cores x {rate} x {clock} GHz",
-                )
-            )
-    elif "compute_units" in units:
+        return _nvidia(chip, clock)
+    if "compute_units" in units:
         n = units["compute_units"]
-        for dtype, rate in per_cycle["amd_compute_unit"].get(chip.architecture, {}).items():
-            rows.append(Computed(dtype, n * rate * clock * giga, f"{n} CU x {rate} x {clock} GHz"))
-    elif "mxu_dim" in units:
+        rates = raw()["per_cycle"]["amd_compute_unit"].get(chip.architecture, {})
+        return tuple(
+            Computed(dtype, n * rate * clock * _GIGA, f"{n} CU x {rate} x {clock} GHz")
+            for dtype, rate in rates.items()
+        )
+    if "mxu_dim" in units:
         n, mxus, dim = units["cores"], units["mxus_per_core"], units["mxu_dim"]
-        rows.append(
-            Computed(
-                "bf16",
-                n * mxus * dim**2 * 2 * clock * giga,
-                f"{n} core{'s' if n > 1 else ''} x {mxus} MXU x {dim} x {dim} x 2 x {clock} GHz",
-            )
-        )
-    elif "fp32_lanes" in units:
+        cores = f"{n} core{'s' if n > 1 else ''}"
+        formula = f"{cores} x {mxus} MXU x {dim} x {dim} x 2 x {clock} GHz"
+        return (Computed("bf16", n * mxus * dim**2 * 2 * clock * _GIGA, formula),)
+    if "fp32_lanes" in units:
         n, lanes = units["gpu_cores"], units["fp32_lanes"]
-        rows.append(
-            Computed(
-                "fp32", n * lanes * 2 * clock * giga, f"{n} cores x {lanes} lanes x 2 x {clock} GHz"
-            )
-        )
-    elif "flop_per_cycle" in units:
-        for dtype, rate in units["flop_per_cycle"].items():
-            rows.append(
-                Computed(
-                    dtype,
-                    units["cores"] * rate * clock * giga,
-                    f"{units['cores']:g} cores x {rate} x {clock} GHz",
-                )
-            )
-    return tuple(rows)
+        formula = f"{n} cores x {lanes} lanes x 2 x {clock} GHz"
+        return (Computed("fp32", n * lanes * 2 * clock * _GIGA, formula),)
+    n = units.get("cores")
+    return tuple(
+        Computed(dtype, n * rate * clock * _GIGA, f"{n:g} cores x {rate} x {clock} GHz")
+        for dtype, rate in units.get("flop_per_cycle", {}).items()
+    )
+
+
+def _nvidia(chip: Chip, clock: float) -> tuple[Computed, ...]:
+    """Returns the peaks of the CUDA cores and, if the chip has any, of the tensor cores."""
+    units = chip.units
+    sm, cores, tensor = units["multiprocessors"], units["fp32_cores"], units["tensor_cores"]
+    vector = Computed(
+        "fp32", sm * cores * 2 * clock * _GIGA, f"{sm} SM x {cores} cores x 2 x {clock} GHz"
+    )
+    rate = raw()["per_cycle"]["nvidia_tensor_core_fp16"].get(chip.architecture, 0)
+    if not tensor or not rate:
+        return (vector,)
+    if units.get("half_rate_fp32_accumulate"):
+        rate //= 2
+    clock = units.get("tensor_clock_ghz", clock)
+    formula = f"{sm} SM x {tensor} tensor cores x {rate} x {clock} GHz"
+    return vector, Computed("fp16", sm * tensor * rate * clock * _GIGA, formula)
 
 
 def checks(chip: Chip | System) -> tuple[Check, ...]:

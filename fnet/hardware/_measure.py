@@ -114,7 +114,7 @@ def _copy(device: Any, nbytes: int, seconds: float) -> float:
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     held = [jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)]
 
-    def run():
+    def run() -> Any:
         held[0] = scale(held[0])
         return held[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,35 +65,27 @@ class Policy:
     activations: Any = None
     residual: Any = "float32"
 
-    def __post_init__(self):
-        for field in ("convolution", "activations"):
-            if getattr(self, field) is None:
-                object.__setattr__(self, field, self.compute)
-        for field in (
-            "param",
-            "compute",
-            "accum",
-            "output",
-            "convolution",
-            "activations",
-            "residual",
-        ):
-            object.__setattr__(self, field, jnp.dtype(getattr(self, field)))
-        object.__setattr__(
-            self, "rules", tuple((pattern, jnp.dtype(dtype)) for pattern, dtype in self.rules)
-        )
+    def __post_init__(self) -> None:
+        for name in ("convolution", "activations"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.compute)
+        dtypes = ("param", "compute", "accum", "output", "convolution", "activations", "residual")
+        for name in dtypes:
+            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+        rules = tuple((pattern, jnp.dtype(dtype)) for pattern, dtype in self.rules)
+        object.__setattr__(self, "rules", rules)
 
     def __str__(self) -> str:
-        scaling = (
-            f"dynamic loss scaling from {self.loss_scale:g}"
-            if self.loss_scale
-            else "no loss scaling"
-        )
-        apart = f" (convolutions {self.convolution})" if self.convolution != self.compute else ""
-        apart += f", residual stream {self.residual}" if self.residual != jnp.float32 else ""
+        compute = f"compute {self.compute}"
+        if self.convolution != self.compute:
+            compute += f" (convolutions {self.convolution})"
+        if self.residual != jnp.float32:
+            compute += f", residual stream {self.residual}"
+        scaling = "no loss scaling"
+        if self.loss_scale:
+            scaling = f"dynamic loss scaling from {self.loss_scale:g}"
         return (
-            f"parameters {self.param}, compute {self.compute}{apart}, sums {self.accum}, output "
-            f"{self.output}, "
+            f"parameters {self.param}, {compute}, sums {self.accum}, output {self.output}, "
             f"{scaling}: {self.reason}"
         )
 
@@ -274,29 +266,44 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
         raise ValueError(f"mode: expected 'train' or 'inference', got {mode!r}")
     if isinstance(chip, str) and chip in ("float32", "bfloat16", "float16"):
         return _make(chip, mode, "it was requested")
-    several = isinstance(chip, Sequence) and not isinstance(chip, str)
-    if several and not chip:
+
+    given = list(chip) if isinstance(chip, Sequence) and not isinstance(chip, str) else [chip]
+    if not given:
         raise ValueError(
             "policy: expected at least one chip, got an empty sequence; pass None to detect the "
             "chip"
         )
-    given = [None if c == "auto" else c for c in (chip if several else [chip])]
-    found = list({(c.name, c.architecture): c for c in map(detect, given)}.values())
+    given = [None if each == "auto" else each for each in given]
+    chips = _distinct(map(detect, given))
+    if len(chips) > 1:
+        return _shared(chips, mode)
+
+    (only,) = chips
     if probe is None:
         probe = os.environ.get("FNET_PROBE") != "0"
-    if probe and len(found) == 1 and found[0].kind == "cpu" and all(map(_here, given)):
-        return _probed(found[0], mode)
-    options = [_options(c, mode) for c in found]
-    if len(found) == 1:
-        types, why = options[0]
-        return _make(types[0], mode, f"{_label(found[0])}: {why}")
-    shared = [
-        t for t in ("bfloat16", "float16", "float32") if all(t in types for types, _ in options)
-    ]
-    each = "; ".join(f"{_label(c)} prefers {types[0]}" for c, (types, _) in zip(found, options))
-    return _make(
-        shared[0], mode, f"{shared[0]} is the best dtype that all of these chips support ({each})"
+    if probe and only.kind == "cpu" and all(map(_here, given)):
+        return _probed(only, mode)
+    (best, *_), why = _options(only, mode)
+    return _make(best, mode, f"{_label(only)}: {why}")
+
+
+def _distinct(chips: Iterable[Chip]) -> list[Chip]:
+    return list({(chip.name, chip.architecture): chip for chip in chips}.values())
+
+
+def _shared(chips: list[Chip], mode: str) -> Policy:
+    """Returns the policy with the best dtype that all chips accelerate."""
+    preferences = [_options(chip, mode)[0] for chip in chips]
+    # Every chip has float32 in its list, so there is always one.
+    best = next(
+        dtype
+        for dtype in ("bfloat16", "float16", "float32")
+        if all(dtype in dtypes for dtypes in preferences)
     )
+    each = "; ".join(
+        f"{_label(chip)} prefers {dtypes[0]}" for chip, dtypes in zip(chips, preferences)
+    )
+    return _make(best, mode, f"{best} is the best dtype that all of these chips support ({each})")
 
 
 def _here(given: Any) -> bool:
@@ -310,24 +317,21 @@ def _here(given: Any) -> bool:
 
 
 def _probed(chip: Chip, mode: str) -> Policy:
-    why_not, measured = _probe.unfit(), None
-    if why_not is None:
-        measured = _probe.probe(mode)
-        why_not = (
-            "not measured, because JAX is tracing a function; call policy before"
-            if measured is None
-            else None
-        )
+    """Returns the policy that the probe measured, or the table's if the probe cannot run."""
+    why_not = _probe.unfit()
+    measured = _probe.probe(mode) if why_not is None else None
     if measured is None:
+        if why_not is None:
+            why_not = "not measured, because JAX is tracing a function; call policy before"
         (compute, *_), why = _options(chip, mode)
         return _make(compute, mode, f"{_label(chip)}: {why} ({why_not})")
     compute, convolution, why = _probe.verdict(measured, mode)
-    return dataclasses.replace(
-        _make(compute, mode, f"{_label(chip)}: {why}"), convolution=convolution
-    )
+    policy = _make(compute, mode, f"{_label(chip)}: {why}")
+    return dataclasses.replace(policy, convolution=convolution)
 
 
 def _options(chip: Chip, mode: str) -> tuple[tuple[str, ...], str]:
+    """Returns the dtypes for a chip in order of preference, and the reason for the first."""
     family = _FAMILIES[_family(chip)]
     if mode == "train":
         types, why = family.train, family.why
@@ -350,39 +354,53 @@ def _make(compute: str, mode: str, reason: str) -> Policy:
 
 def _label(chip: Chip) -> str:
     family = _FAMILIES[_family(chip)].name
-    return (
-        chip.name
-        if family in ("TPU", "CPU", "unknown") or family.lower() in chip.name.lower()
-        else f"{chip.name} ({family})"
-    )
+    if family in ("TPU", "CPU", "unknown") or family.lower() in chip.name.lower():
+        return chip.name
+    return f"{chip.name} ({family})"
 
 
 def _family(chip: Chip) -> str:
-    if chip.kind == "tpu":
-        if "v6" in chip.name:
-            return "tpu_v6e"
-        if "v5" in chip.name:
-            return "tpu_int8"
-        return "tpu_fp8" if re.search(r"TPU ?v?7|TPU ?v?8", chip.name) else "tpu"
-    if chip.kind == "cpu":
-        flags = chip.units.get("flags", ())
-        return "cpu_amx" if "amx_bf16" in flags or chip.architecture == "amx" else "cpu"
+    """Returns the key of the chip's family in `_FAMILIES`."""
     architecture = chip.architecture or ""
+    if chip.kind == "tpu":
+        return _tpu_family(chip.name)
+    if chip.kind == "cpu":
+        has_amx = "amx_bf16" in chip.units.get("flags", ()) or architecture == "amx"
+        return "cpu_amx" if has_amx else "cpu"
     if architecture.startswith("gfx"):
-        return {"gfx908": "mi100", "gfx90a": "mi200", "gfx942": "mi300", "gfx950": "mi350"}.get(
-            architecture, "rdna3" if architecture.startswith("gfx11") else "unknown"
-        )
+        return _amd_family(architecture)
     if re.fullmatch(r"\d+\.\d+", architecture) and chip.vendor in ("NVIDIA", "unknown"):
         major, minor = map(int, architecture.split("."))
-        if major < 6:
-            return "old"
-        return {
-            6: "pascal",
-            7: "turing" if minor >= 5 else "volta",
-            8: "ada" if minor == 9 else "ampere",
-            9: "hopper",
-        }.get(major, "blackwell")
-    return next(
-        (family for pattern, family in _FROM_NAME if re.search(pattern, chip.name, re.IGNORECASE)),
-        "unknown",
-    )
+        return _nvidia_family(major, minor)
+    for pattern, family in _FROM_NAME:
+        if re.search(pattern, chip.name, re.IGNORECASE):
+            return family
+    return "unknown"
+
+
+def _tpu_family(name: str) -> str:
+    if "v6" in name:
+        return "tpu_v6e"
+    if "v5" in name:
+        return "tpu_int8"
+    if re.search(r"TPU ?v?7|TPU ?v?8", name):
+        return "tpu_fp8"
+    return "tpu"
+
+
+def _amd_family(architecture: str) -> str:
+    instinct = {"gfx908": "mi100", "gfx90a": "mi200", "gfx942": "mi300", "gfx950": "mi350"}
+    if architecture in instinct:
+        return instinct[architecture]
+    return "rdna3" if architecture.startswith("gfx11") else "unknown"
+
+
+def _nvidia_family(major: int, minor: int) -> str:
+    """Returns the family of a compute capability such as (8, 9)."""
+    if major < 6:
+        return "old"
+    if major == 7:
+        return "turing" if minor >= 5 else "volta"
+    if major == 8:
+        return "ada" if minor == 9 else "ampere"
+    return {6: "pascal", 9: "hopper"}.get(major, "blackwell")

@@ -18,7 +18,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,21 +144,19 @@ def _tracing() -> bool:
 # bfloat16. Weights and their gradients are in float32.
 
 
-def _dot(x, w, g, *, train):
+def _dot(x: Any, w: Any, g: Any, *, train: bool) -> Any:
     low = w.astype(x.dtype)
     product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
     y = product(x, low, (((1,), (0,)), ((), ()))).astype(x.dtype)
     if not train:
         return y
-    return (
-        y,
-        product(g, low, (((1,), (1,)), ((), ()))).astype(x.dtype),
-        product(x, g, (((0,), (0,)), ((), ()))),
-    )
+    dx = product(g, low, (((1,), (1,)), ((), ()))).astype(x.dtype)
+    dw = product(x, g, (((0,), (0,)), ((), ())))
+    return y, dx, dw
 
 
-def _conv(x, w, g, *, train):
-    def forward(x, w):
+def _conv(x: Any, w: Any, g: Any, *, train: bool) -> Any:
+    def forward(x: Any, w: Any) -> Any:
         return lax.conv_general_dilated(
             x,
             w.astype(x.dtype),
@@ -175,43 +173,38 @@ def _conv(x, w, g, *, train):
 
 
 def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
-    calls = {}
+    calls: dict[tuple[str, str], Callable[[], Any]] = {}
     for name, operation, shape, weights in (
         ("dot", _dot, (_SIDE, _SIDE), (_SIDE, _SIDE)),
         ("conv", _conv, _IMAGES, _KERNEL),
     ):
+        run = functools.partial(operation, train=mode == "train")
         numbers = np.random.default_rng(0).standard_normal
         x, w = numbers(shape, np.float32), jnp.asarray(numbers(weights, np.float32))
         for dtype in ("float32", "bfloat16"):
             args = (jnp.asarray(x, dtype), w, jnp.asarray(x, dtype))
+            # `tune` also selects oneDNN for steps that consist mostly of bfloat16 convolutions.
+            options = ONEDNN if (name, dtype) == ("conv", "bfloat16") and onednn() else None
             try:
-                # `tune` also selects oneDNN for steps that consist mostly of bfloat16 convolutions.
-                options = ONEDNN if (name, dtype) == ("conv", "bfloat16") and onednn() else None
-                run = (
-                    jax.jit(functools.partial(operation, train=mode == "train"))
-                    .lower(*args)
-                    .compile(options)
-                )
-                jax.block_until_ready(run(*args))
+                compiled = jax.jit(run).lower(*args).compile(options)
+                jax.block_until_ready(compiled(*args))
             except Exception:  # XLA raises various exceptions for a dtype without code on this CPU
                 if dtype == "float32":
                     raise
                 continue
-            calls[name, dtype] = functools.partial(run, *args)
+            calls[name, dtype] = functools.partial(compiled, *args)
     return ratios(timings(calls, clock))
 
 
 def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:
     """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. Each ratio
     is the median over the rounds of the measurement, rounded to two decimals. A ratio is infinite
-    if no time with bfloat16 was
-    measured."""
+    if no time with bfloat16 was measured."""
 
-    def ratio(name):
-        pairs = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))
-        return round(
-            statistics.median([low / full for full, low in pairs if full > 0] or [math.inf]), 2
-        )
+    def ratio(name: str) -> float:
+        rounds = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))
+        each = [low / full for full, low in rounds if full > 0]
+        return round(statistics.median(each), 2) if each else math.inf
 
     return ratio("dot"), ratio("conv")
 
@@ -226,18 +219,27 @@ def _path() -> pathlib.Path:
 def _read(path: pathlib.Path) -> dict[str, Probe]:
     """Returns the valid measurements in probe.json. A measurement that was made while the machine
     was busy is used only on the day on which it was made."""
-    today, kept = datetime.date.today().isoformat(), {}
+    kept = {}
     for key, entry in read_json(path).items():
         try:
-            one = Probe(**entry)
-            sound = all(isinstance(r, float) and r >= 0 for r in one[:2]) and all(
-                isinstance(s, str) for s in one[2:]
-            )
+            probe = Probe(**entry)
         except TypeError:
             continue
-        if sound and (one.clock == "wall" or (one.clock == "processor" and one.date == today)):
-            kept[key] = one
+        if _sound(probe) and _current(probe):
+            kept[key] = probe
     return kept
+
+
+def _sound(probe: Probe) -> bool:
+    numbers, texts = probe[:2], probe[2:]
+    if not all(isinstance(ratio, float) and ratio >= 0 for ratio in numbers):
+        return False
+    return all(isinstance(text, str) for text in texts)
+
+
+def _current(probe: Probe) -> bool:
+    today = datetime.date.today().isoformat()
+    return probe.clock == "wall" or (probe.clock == "processor" and probe.date == today)
 
 
 def _write(path: pathlib.Path, key: str, made: Probe) -> None:
