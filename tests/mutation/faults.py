@@ -107,14 +107,14 @@ FAULTS = (
     ),
     Fault(
         "cost",
-        'again = flops if each.kind == "matmul" and op.recomputed else 0',
-        'again = flops if each.kind == "matmul" else 0',
+        "recomputed = flops if op.recomputed else 0",
+        "recomputed = flops",
         "all products count as recomputed",
     ),
     Fault(
         "hardware",
-        "peaks = FrozenTable({k: v * compute for k, v in whole.peaks.items()})",
-        "peaks = whole.peaks",
+        "peaks=FrozenTable({dtype: peak * share for dtype, peak in whole.peaks.items()})",
+        "peaks=whole.peaks",
         "a MIG slice has the peak rates of the whole GPU",
     ),
     Fault(
