@@ -7,7 +7,7 @@ Without --file, the sentences are compared with each other. With --file, the lin
 are most similar to each sentence are printed. --weights names the file or folder of the weights.
 Without --weights, the program looks for the weights of the model in ~/.cache/fnet and in Hugging
 Face's cache. If there are no weights, the error states what to download. vocab.txt must be in the
-folder of the weights.
+folder of the weights (pip install 'fnet[tokenizers]').
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Config:
 
 def main(argv):
     sentences = argv[1:]
-    with common.one_line_errors(ValueError, TypeError, OSError):
+    with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
         config = configured(argv)
         path = pretrained.find(config.weights or config.model)
         model = pretrained.model(config.model, path)

@@ -40,6 +40,7 @@ NEEDS = {
     "fnet.export._web.web": ("onnx", "onnxruntime"),
     "fnet.hardware._history.plot": ("matplotlib",),
     "fnet.models.tokenizers._tokenizers.HuggingFaceTokenizer": ("tokenizers",),
+    "fnet.models.tokenizers._wordpiece.WordPiece": ("tokenizers",),
     "fnet.models.weights._gguf.load_gguf": ("gguf",),
     "fnet.serve._application.application": ("starlette", "uvicorn"),
     "fnet.serve._run.run": ("starlette", "uvicorn"),

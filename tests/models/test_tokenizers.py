@@ -137,6 +137,16 @@ def test_llama_bpe_merges_the_best_pair_first(text):
     assert words.decode(words.encode(text)) == text
 
 
+def test_llama_bpe_merges_the_leftmost_of_equal_pairs():
+    """As llama2.c; the library tokenizers prefers the pair whose token has the smaller number."""
+    end = [b"c", b"ab", b"bc"], [0.0, -1.0, -1.0]
+    for names, scores in (end, [each[::-1] for each in end]):
+        held = [*pieces()[0][:259], b" ", b"a", b"b", *names]
+        words = models.LlamaBPE(held, [0.0] * 262 + scores)
+        tokens = words.encode("abc", bos=False)
+        assert [held[token] for token in tokens] == [b" ", b"ab", b"c"]
+
+
 def test_wordpiece_in_a_file(tmp_path):
     (tmp_path / "vocab.txt").write_text(
         "\r\n".join(WORDPIECE["vocabulary"]) + "\r\n", encoding="utf-8", newline=""
@@ -303,15 +313,23 @@ def test_llama_pieces_and_scores_go_together():
         models.LlamaBPE(pieces()[0], [0.0] * 3)
 
 
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "vocab.json"])
+def test_without_the_library(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / name).write_text("\n".join(models.WordPiece.SPECIAL))
+    with pytest.raises(ModuleNotFoundError) as error:
+        models.read_tokenizer(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path / name} needs the library tokenizers, which is not installed: "
+        "pip install 'fnet[tokenizers]'"
+    )
+    with pytest.raises(ModuleNotFoundError, match=r"^WordPiece needs the library tokenizers"):
+        models.WordPiece(models.WordPiece.SPECIAL)
+
+
 def test_a_tokenizer_json(tmp_path, monkeypatch):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        ModuleNotFoundError,
-        match="needs the library tokenizers, which is not installed: pip install",
-    ):
-        models.read_tokenizer(tmp_path)
 
     class PanicException(BaseException):
         """What a panic of the library's Rust code becomes: not an Exception."""
@@ -398,6 +416,12 @@ def test_stop_tokens_of_generation_config(tmp_path):
     ],
 )
 def test_wordpiece_does_not_depend_on_the_unicode_version_of_python(text, words):
-    """Words of the library tokenizers 0.23.3 (`make verify-pretrained ARGS=code_points` compares
-    all code points)."""
+    """Words of the library tokenizers 0.23.3."""
     assert models.WordPiece(models.WordPiece.SPECIAL).words(text) == words
+
+
+def test_wordpiece_removes_surrogates():
+    """The library refuses texts with half a character, as json.loads makes them."""
+    words = models.WordPiece([*models.WordPiece.SPECIAL, "ab"])
+    assert words.encode("a\ud83db [SEP]").tolist() == [2, 5, 3, 3]
+    assert words.words("a\udfffb") == ["ab"] and words.encode("\ud800").tolist() == [2, 3]

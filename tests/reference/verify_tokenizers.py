@@ -60,24 +60,3 @@ def tokenizers(*kinds):
                 f"{kind}: {own.vocab_size} tokens in the vocabulary, expected {len(theirs)}"
             )
     assert not wrong, "; ".join(wrong)
-
-
-@check
-def code_points():
-    """WordPiece splits every code point, alone and with an accent, as the library tokenizers."""
-    library = needed("tokenizers", "tokenizers")
-    split, wrong = library.pre_tokenizers.BertPreTokenizer(), []
-    for lowercase in (False, True):
-        for accents in (False, True):
-            own = models.WordPiece(
-                models.WordPiece.SPECIAL, lowercase=lowercase, strip_accents=accents
-            )
-            clean = library.normalizers.BertNormalizer(lowercase=lowercase, strip_accents=accents)
-            for point in (*range(0xD800), *range(0xE000, 0x110000)):
-                for text in (f"a{chr(point)}b", f"{chr(point)}\u0301"):
-                    if own.words(text) != [
-                        word for word, _ in split.pre_tokenize_str(clean.normalize_str(text))
-                    ]:
-                        wrong.append(hex(point))
-    assert not wrong, f"{len(wrong)} code points differ, such as {', '.join(wrong[:10])}"
-    yield "1,112,064 code points with each of 4 options: equal words"

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+
+
+def library(what: object) -> Any:
+    """Imports Hugging Face's library tokenizers for `what`, which the error message names.
+
+    Raises:
+        ModuleNotFoundError: the library is not installed.
+    """
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"{what} needs the library tokenizers, which is not installed: pip install "
+            "'fnet[tokenizers]'"
+        ) from None
+    return tokenizers
 
 
 def in_range(tokens, count) -> np.ndarray:

@@ -151,6 +151,9 @@ class LlamaBPE:
             before = token
         return b"".join(raw).decode(errors="replace")
 
+    # The library tokenizers cannot merge these pairs: it gives every merge a rank of its own, so of
+    # two pairs with equal scores it takes that of the smaller rank instead of the leftmost one (with
+    # the pieces bc and ab, it splits "abc" into a and bc).
     def _merged(self, tokens):
         """Merges pairs of tokens until no two neighbors form another token."""
         right = list(range(1, len(tokens) + 1))

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fnet.models.tokenizers._unicode import category
 from fnet.models.weights._config import Config, Fields, Must, read, same
 from fnet.models.weights._files import LARGEST
 
@@ -117,7 +117,7 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
             for token in numbers
             if token[:1] != "["
             and len(token.removeprefix("##")) > 1
-            and any(category(char) == "Lu" for char in token)
+            and any(unicodedata.category(char) == "Lu" for char in token)
         ),
         None,
     )

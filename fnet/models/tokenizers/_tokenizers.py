@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fnet.models.tokenizers import _tokenizer_config, _vocabularies
-from fnet.models.tokenizers._common import clean_up, in_range
+from fnet.models.tokenizers._common import clean_up, in_range, library
 from fnet.models.weights._config import Config, read
 from fnet.models.weights._files import MOST, SMALL, contents
 
@@ -140,7 +140,7 @@ class CharTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that uses Hugging Face's library tokenizers (`pip install tokenizers`).
+    """A tokenizer that uses Hugging Face's library tokenizers (`pip install 'fnet[tokenizers]'`).
 
     Use `HuggingFaceTokenizer` for vocabularies that fnet does not read itself.
     `HuggingFaceTokenizer` ignores padding and truncation settings of the file, so `encode` returns
@@ -179,13 +179,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike):
-        try:
-            import tokenizers
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                f"{path} needs the library tokenizers, which is not installed: pip install "
-                "tokenizers"
-            ) from None
+        tokenizers = library(path)
         self._path, folder, more = path, Path(path).parent, ()
         described = Path(path).name in ("vocab.json", *_vocabularies.SENTENCEPIECE)
         self._kind = "vocabulary" if described else "tokenizer.json"
@@ -319,6 +313,8 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
 
     Raises:
         FileNotFoundError: the file does not exist, or the folder contains no file of a tokenizer.
+        ModuleNotFoundError: the tokenizer needs the library tokenizers or sentencepiece, which is
+            not installed.
         ValueError: the file is damaged.
 
     >>> import json, pathlib, tempfile

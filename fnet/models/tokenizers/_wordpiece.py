@@ -11,29 +11,16 @@ from typing import ClassVar
 import numpy as np
 
 from fnet.models.tokenizers import _tokenizer_config
-from fnet.models.tokenizers._common import clean_up, in_range
-from fnet.models.tokenizers._unicode import category, decomposed, lower
+from fnet.models.tokenizers._common import clean_up, in_range, library
 from fnet.models.weights._files import SMALL, check_count, contents
 
-# Code points that are Chinese characters, each a separate word, for the library tokenizers. (BERT's
-# file has 0x2B820.)
-_IDEOGRAPHS = (
-    (0x4E00, 0x9FFF),
-    (0x3400, 0x4DBF),
-    (0x20000, 0x2A6DF),
-    (0x2A700, 0x2B73F),
-    (0x2B740, 0x2B81F),
-    (0x2B920, 0x2CEAF),
-    (0xF900, 0xFAFF),
-    (0x2F800, 0x2FA1F),
-)
 _LONGEST = 100  # characters of a word; longer words are [UNK]
-_CONTROL = ("Cc", "Cf", "Co", "Cs")  # not Cn (unassigned), which depends on the Unicode version
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class WordPiece:
     """BERT's tokenizer, which splits each word from left to right into the longest pieces in the
-    vocabulary.
+    vocabulary. It needs Hugging Face's library tokenizers (`pip install 'fnet[tokenizers]'`).
 
     First, the text is normalized as in BERT. Control characters are removed, and each white-space
     character becomes a space. Depending on the options of the tokenizer, Chinese characters become
@@ -56,6 +43,7 @@ class WordPiece:
             period, comma, question mark or exclamation mark.
 
     Raises:
+        ModuleNotFoundError: the library tokenizers is not installed.
         ValueError: the vocabulary lacks [UNK], [CLS], [SEP] or [PAD], or contains a token twice.
 
     Source: Wu et al. (2016), Google's Neural Machine Translation System, section 4.1; Devlin et al.
@@ -83,26 +71,29 @@ class WordPiece:
         self.strip_accents = lowercase if strip_accents is None else strip_accents
         self.tokenize_chinese_chars = tokenize_chinese_chars
         self.clean_up = clean_up
-        self._numbers = {token: number for number, token in enumerate(self.vocabulary)}
-        needed = self.SPECIAL[:4]  # all but [MASK]
-        lacking = [token for token in needed if token not in self._numbers]
-        if lacking:
-            raise ValueError(
-                f"WordPiece: expected a vocabulary with {', '.join(needed)}; this one of "
-                f"{len(self.vocabulary)} tokens lacks {', '.join(lacking)}"
-            )
-        if len(self._numbers) < len(self.vocabulary):
-            twice = next(
-                token
-                for number, token in enumerate(self.vocabulary)
-                if self._numbers[token] != number
-            )
-            raise ValueError(f"WordPiece: the vocabulary contains {twice!r} more than once")
-        self._unknown, self._begin, self._end = (self._numbers[token] for token in needed[1:])
+        self._numbers = _numbers(self.vocabulary)
+        self._begin, self._end = self._numbers["[CLS]"], self._numbers["[SEP]"]
         self._special = [token for token in self.SPECIAL if token in self._numbers]
         self._split = re.compile(f"({'|'.join(map(re.escape, self._special))})").split
-        self._longest = max(map(len, self.vocabulary))
+        self._tokenizer = self._build(library("WordPiece"))
         self.stop = (self._end,)
+
+    def _build(self, tokenizers):
+        made = tokenizers.Tokenizer(
+            tokenizers.models.WordPiece(
+                self._numbers, unk_token="[UNK]", max_input_chars_per_word=_LONGEST
+            )
+        )
+        made.normalizer = tokenizers.normalizers.BertNormalizer(
+            clean_text=True,
+            handle_chinese_chars=self.tokenize_chinese_chars,
+            strip_accents=self.strip_accents,
+            lowercase=self.lowercase,
+        )
+        made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        made.decoder = tokenizers.decoders.WordPiece(cleanup=True)
+        made.add_special_tokens(self._special)
+        return made
 
     @property
     def vocab_size(self) -> int:
@@ -125,6 +116,7 @@ class WordPiece:
                 describes another tokenizer, or has an unknown field. Also if no file states the
                 case, and the vocabulary has upper-case words, but none with the letters A to Z.
         """
+        library(path)
         text = contents(path, most=SMALL)
         check_count(path, text.count("\n"))
         lines = text.split("\n")
@@ -132,16 +124,12 @@ class WordPiece:
             lines.pop()
         vocabulary = [line.removesuffix("\r") for line in lines]
         try:
-            tokenizer = cls(vocabulary, lowercase=True if lowercase is None else lowercase)
+            numbers = _numbers(vocabulary)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        return (
-            tokenizer
-            if lowercase is not None
-            else cls(
-                vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, tokenizer._numbers)
-            )
-        )
+        if lowercase is not None:
+            return cls(vocabulary, lowercase=lowercase)
+        return cls(vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, numbers))
 
     def encode(
         self, text: str, max_length: int | None = None, *, special_tokens: bool = True
@@ -160,7 +148,7 @@ class WordPiece:
             raise ValueError(
                 f"max_length includes [CLS] and [SEP], so it must be >= 2; got {max_length}"
             )
-        pieces = [piece for word in self.words(text) for piece in self._pieces(word)]
+        pieces = self._tokenizer.encode(_unicode(text), add_special_tokens=False).ids
         if max_length is not None:
             pieces = pieces[: max_length - 2 * special_tokens]
         return np.array([self._begin, *pieces, self._end] if special_tokens else pieces, np.int32)
@@ -174,12 +162,8 @@ class WordPiece:
         Raises:
             ValueError: a token is outside the vocabulary.
         """
-        held = [self.vocabulary[token] for token in in_range(tokens, self.vocab_size)]
-        held = [token for token in held if token not in self._special]
-        text = "".join(
-            clean_up(token[2:] if token.startswith("##") else f" {token}") for token in held[1:]
-        )
-        text = clean_up(held[0]) + text if held else ""
+        tokens = in_range(tokens, self.vocab_size).tolist()
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return clean_up(text) if self.clean_up else text
 
     def words(self, text: str) -> list[str]:
@@ -188,54 +172,33 @@ class WordPiece:
 
         Each special token in the text is kept as one word.
         """
-        parts = self._split(text)  # text and special tokens alternate
-        return [
-            word
-            for at, part in enumerate(parts)
-            for word in ([part] if at % 2 else self._words(part))
-        ]
-
-    def _words(self, text):
-        text = "".join(_cleaned(char, self.tokenize_chinese_chars) for char in text)
-        if self.strip_accents:
-            text = "".join(char for char in decomposed(text) if category(char) != "Mn")
-        if self.lowercase:
-            text = lower(text)
-        return "".join(f" {char} " if _is_punctuation(char) else char for char in text).split()
-
-    def _pieces(self, word):
-        if word in self._special:
-            return [self._numbers[word]]
-        if len(word) > _LONGEST:
-            return [self._unknown]
-        found, start = [], 0
-        while start < len(word):
-            mark = "##" if start else ""
-            for end in range(min(len(word), start + self._longest), start, -1):
-                number = self._numbers.get(mark + word[start:end])
-                if number is not None:
-                    break
-            else:
-                return [self._unknown]
-            found.append(number)
-            start = end
+        found = []
+        for at, part in enumerate(self._split(_unicode(text))):
+            # Text and special tokens alternate.
+            found += [part] if at % 2 else self._words(part)
         return found
 
-
-def _cleaned(char, split):
-    """Applies BERT's cleaning to one character. Adds spaces around a Chinese character if `split`
-    is True."""
-    if char in "\t\n\r":
-        return " "
-    if char in "\0\ufffd" or category(char) in _CONTROL:
-        return ""
-    if char.isspace():
-        return " "
-    point = ord(char)
-    return f" {char} " if split and any(low <= point <= high for low, high in _IDEOGRAPHS) else char
+    def _words(self, text):
+        normal = self._tokenizer.normalizer.normalize_str(text)
+        return [word for word, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
 
 
-def _is_punctuation(char):
-    """Whether a character is punctuation: in a category P of Unicode, or a visible ASCII character
-    except letters and digits."""
-    return (33 <= ord(char) <= 126 and not char.isalnum()) or category(char).startswith("P")
+def _numbers(vocabulary):
+    """Returns {token: its index}, after checking that the vocabulary is one of WordPiece."""
+    numbers = {token: number for number, token in enumerate(vocabulary)}
+    needed = WordPiece.SPECIAL[:4]  # all but [MASK]
+    lacking = [token for token in needed if token not in numbers]
+    if lacking:
+        raise ValueError(
+            f"WordPiece: expected a vocabulary with {', '.join(needed)}; this one of "
+            f"{len(vocabulary)} tokens lacks {', '.join(lacking)}"
+        )
+    if len(numbers) < len(vocabulary):
+        twice = next(token for number, token in enumerate(vocabulary) if numbers[token] != number)
+        raise ValueError(f"WordPiece: the vocabulary contains {twice!r} more than once")
+    return numbers
+
+
+def _unicode(text):
+    """Replaces surrogates, which the library refuses, by a control character, which it removes."""
+    return _SURROGATES.sub("\0", text)
