@@ -6,7 +6,7 @@ the batch axis goes, and the evaluation of a program after indices of an axis we
 - `observe`: a program that tags the activations along the axes that can be reduced.
 """
 
-from fnet.axes._batch_axes import batch_axes, before
+from fnet.axes._follow import batch_axes, before
 from fnet.axes._observe import NAME as ACTIVATIONS
 from fnet.axes._observe import observe
 from fnet.axes._resize import TiedProgram

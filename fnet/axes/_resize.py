@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.axes._atoms import Atoms, Axis
-from fnet.axes._axes import Axes, Frame, tie_axes
+from fnet.axes._table import resized
+from fnet.axes._ties import Axes, Frame, tie_axes
 from fnet.axes._zero_axes import freeze_nonzero_sums
 from fnet.jaxpr._enter import ENTER
-from fnet.jaxpr._records import options
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._scopes import TOP
 from fnet.jaxpr._values import Value, arrays_of, bind, restore
@@ -200,9 +200,11 @@ class Resizer(Interpreter):
             return [
                 Value(self.cut(bind(eqn, arrays_of(inputs))[0].x, (*[()] * keys, *axes[keys:])))
             ]
-        if name not in _CHANGES:
+        if (axes := plan.maps.get(id(eqn))) is None:
             return NotImplemented
-        return bind(eqn, arrays_of(inputs), **_CHANGES[name](self, plan, eqn))
+        sizes = {atom: self.size((atom,)) for atom in axes.sizes}
+        changes = resized(eqn, axes._replace(sizes=sizes))
+        return NotImplemented if changes is None else bind(eqn, arrays_of(inputs), **changes)
 
     def _derivative(self, jaxpr, axes) -> Frame:
         frame = tie_axes(jaxpr, axes, self._atoms)
@@ -213,55 +215,3 @@ class Resizer(Interpreter):
                 "split; exclude the axis with keep="
             )
         return frame
-
-
-def _new_shape(self, plan, eqn):
-    return self.shape(plan.of(eqn.outvars[0]))
-
-
-def _slice(self, plan, eqn):
-    piece, before, after = (
-        options(eqn),
-        eqn.invars[0].aval.shape,
-        self.shape(plan.of(eqn.invars[0])),
-    )
-    scale = lambda values: tuple(
-        value * n // m if m else value for value, m, n in zip(values, before, after)
-    )
-    return {
-        "start_indices": scale(piece.start_indices),
-        "limit_indices": scale(piece.limit_indices),
-    }
-
-
-def _split(self, plan, eqn):
-    return {"sizes": tuple(self.size(plan.of(v)[options(eqn).axis]) for v in eqn.outvars)}
-
-
-def _slice_sizes(self, plan, eqn):
-    """Adapts `slice_sizes`: a slice that covers a whole axis also covers it after the size of the
-    axis changed."""
-    before, after = eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
-    return {
-        "slice_sizes": tuple(
-            n if size == m else size for size, m, n in zip(options(eqn).slice_sizes, before, after)
-        )
-    }
-
-
-def _convolution(self, plan, eqn):
-    return {"feature_group_count": self.size(plan.groups[id(eqn)])}
-
-
-_CHANGES = {
-    "broadcast_in_dim": lambda *where: {"shape": _new_shape(*where)},
-    "reshape": lambda *where: {"new_sizes": _new_shape(*where)},
-    "empty": lambda *where: {"shape": _new_shape(*where)},
-    "slice": _slice,
-    "split": _split,
-    "gather": _slice_sizes,
-    "dynamic_slice": _slice_sizes,
-    "conv_general_dilated": _convolution,
-}
-"""{name of a primitive: a function that returns the parameters of an equation that change with the
-sizes}"""

@@ -15,7 +15,7 @@ from typing import Any
 
 from fnet import _jax
 from fnet.axes._atoms import Atoms
-from fnet.axes._axes import Frame
+from fnet.axes._ties import Frame
 from fnet.jaxpr._calls import scan
 from fnet.jaxpr._equations import product
 from fnet.jaxpr._primitives import POINTWISE
@@ -122,8 +122,8 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
             "summed over where it is not zero, as in the mean of a normalization",
         )
         return [ins[0]]
-    if (found := product(eqn)) is not None:
-        return [_multiplied(frame, eqn, found, ins, atoms)]
+    if product(eqn) is not None and id(eqn) in frame.maps:
+        return [_multiplied(frame.maps[id(eqn)], ins, atoms)]
     return [frozenset()] * count
 
 
@@ -154,7 +154,7 @@ def _bounded(eqn, name, ins) -> Zero:
     return _both(ins)
 
 
-def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
+def _multiplied(axes, ins, atoms) -> Zero:
     """Returns the axes along which zeros in the parameters imply zeros in a matrix product or
     convolution.
 
@@ -168,33 +168,20 @@ def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
     the result is zero if column i of the right operand is zero. Therefore, the returned set
     contains this axis only if the sets of both operands contain it.
     """
-    lhs, rhs = (frame.of(v) for v in eqn.invars[:2])
-    if found.op.name == "dot_general":
-        summed = [lhs[i] for i in found.dimensions[0][0]]
-        batch = [lhs[i] for i in found.dimensions[1][0]]
-        own = [
-            [
-                axis
-                for i, axis in enumerate(axes)
-                if i not in (*found.dimensions[0][side], *found.dimensions[1][side])
-            ]
-            for side, axes in enumerate((lhs, rhs))
-        ]
-    else:
-        spec = found.dimensions
-        summed, batch = [rhs[spec.rhs_spec[1]]], [frame.groups.get(id(eqn), ())]
-        own = [[lhs[spec.lhs_spec[0]]], [rhs[spec.rhs_spec[0]]]]
+    left, right, result = (
+        frozenset(letter for axis in array for letter in axis)
+        for array in (*axes.operands[:2], axes.results[0])
+    )
+    # The letters of the map are atoms, which later equations may have joined or split.
+    current = lambda letters: frozenset(atoms.expand(tuple(letters)))
     either = _either(ins[:2])
-    _summed(summed, either, atoms, "multiplied by itself and summed over")
+    _summed([tuple((left & right) - result)], either, atoms, "multiplied by itself and summed over")
     if either is ALWAYS:
         return ALWAYS
-    shared, only = _atoms_of(batch, atoms), [_atoms_of(axes, atoms) for axes in own]
-    return frozenset(
-        atom
-        for atom in either
-        if atom in shared | only[0] | only[1]
-        and all(atom in ins[side] for side in (0, 1) if atom in only[side])
-    )
+    shared = current(left & right & result)
+    only_left, only_right = current((left - right) & result), current((right - left) & result)
+    found = either & (shared | only_left | only_right)
+    return found - (only_left - ins[0]) - (only_right - ins[1])
 
 
 def _scanned(inner, eqn, ins, atoms):

@@ -399,9 +399,7 @@ class _Walk:
             notes = [
                 next((axis for axis, each in split.more if each == name), None) for split in splits
             ]
-            outs = batch_axes(eqn, notes)
-            if eqn.primitive.name == "reshape" and notes[0] is not None:
-                outs = [_reshaped(eqn, notes[0], self.mesh[name])]
+            outs = batch_axes(eqn, notes, self.mesh[name])
             for k, (axis, row) in enumerate(zip(outs, out_rows)):
                 if axis is not None and axis != row:
                     found[k].append((axis, name))
@@ -438,19 +436,3 @@ def _inside(split: Split) -> Split:
         before(split.data),
         tuple((axis - 1, name) for axis, name in split.more if axis),
     )
-
-
-def _reshaped(eqn, axis, chips) -> int | None:
-    """Returns the index of the axis along which the result of a reshape is split over `chips`
-    chips, or None if the result is not split. `axis` is the axis along which the input of the
-    reshape is split. The size of the split axis of the result must be a multiple of the number of
-    chips. The product of the sizes of all axes before the split axis must be the same in the input
-    and in the result."""
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    ahead = math.prod(old[:axis])
-    places = [
-        i
-        for i in range(len(new))
-        if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1
-    ]
-    return places[-1] if places else None

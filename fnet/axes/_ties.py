@@ -8,10 +8,9 @@ from typing import Any
 
 from fnet import _jax
 from fnet.axes._atoms import Atoms, Axis
-from fnet.axes._axis_rules import RULES
+from fnet.axes._axis_map import AxisMap
+from fnet.axes._table import axis_map
 from fnet.jaxpr._calls import CALLS, bodies, scan
-from fnet.jaxpr._equations import DOT, product
-from fnet.jaxpr._primitives import POINTWISE, description
 
 Axes = tuple[Axis, ...]
 _OPAQUE = {
@@ -33,13 +32,13 @@ class Frame:
         jaxpr: the open jaxpr.
         axes: {variable: its axes}.
         inner: {id of an equation: the `Frame`s of the jaxprs inside the equation}.
-        groups: {id of a convolution equation: the axis of its feature groups}.
+        maps: {id of an equation: its `AxisMap`, whose letters are atoms}.
     """
 
     jaxpr: Any
     axes: dict
     inner: dict = dataclasses.field(default_factory=dict)
-    groups: dict = dataclasses.field(default_factory=dict)
+    maps: dict[int, AxisMap] = dataclasses.field(default_factory=dict)
 
     def of(self, v: Any) -> Axes:
         return () if isinstance(v, _jax.Literal) else self.axes[v]
@@ -64,10 +63,8 @@ def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
         frame.axes[v] = atoms.axes(_shape(v))
     for eqn in jaxpr.eqns:
         ins, name = [frame.of(v) for v in eqn.invars], eqn.primitive.name
-        if name in POINTWISE:
-            outs = _pointwise(eqn, ins, atoms)
-        elif name in RULES:
-            outs = RULES[name](frame, eqn, ins, atoms)
+        if (axes := axis_map(eqn)) is not None:
+            outs = _mapped(frame, eqn, ins, atoms, axes)
         elif name == "scan":
             outs = _scanned(frame, eqn, ins, atoms)
         elif name == "cond":
@@ -75,15 +72,6 @@ def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
         elif name in CALLS and name not in _OPAQUE:
             frame.inner[id(eqn)] = ((inner := tie_axes(bodies(eqn)[0].jaxpr, ins, atoms)),)
             outs = _results(inner, eqn, atoms)
-        elif (found := product(eqn)) is not None and (
-            found.op is DOT
-            or found.options.get("feature_group_count")
-            == found.options.get("batch_group_count")
-            == 1
-        ):  # also autocast's own
-            outs = RULES[found.op.name](frame, eqn, ins, atoms)
-        elif description(eqn.primitive).axes is not None:
-            outs = _described(eqn, ins, atoms)
         else:
             outs = _unknown(
                 eqn, ins, atoms, _OPAQUE.get(name, f"an operation without a rule ({name})")
@@ -108,19 +96,22 @@ def _results(inner, eqn, atoms):
     ]
 
 
-def _pointwise(eqn, ins, atoms):
-    """Records that corresponding axes of the operands of an elementwise operation must have equal
-    sizes.
-
-    The function ignores scalar operands, and axes of size 1 that are broadcast to a larger size.
-    """
-    out = []
-    for i, n in enumerate(_shape(eqn.outvars[0])):
-        alike = [axes[i] for axes, v in zip(ins, eqn.invars) if len(axes) > i and _shape(v)[i] == n]
-        for other in alike[1:]:
-            atoms.tie(alike[0], other)
-        out.append(alike[0] if alike else atoms.axes((n,))[0])
-    return [tuple(out)]
+def _mapped(frame, eqn, ins, atoms, axes):
+    """Replaces the letters of an equation's `AxisMap` by atoms, and ties them to the operands."""
+    atom = {letter: atoms.new(size) for letter, size in axes.sizes.items()}
+    named = lambda array: tuple(tuple(atom[letter] for letter in axis) for axis in array)
+    found = AxisMap(
+        {atom[letter]: size for letter, size in axes.sizes.items()},
+        list(map(named, axes.operands)),
+        list(map(named, axes.results)),
+        {atom[letter]: why for letter, why in axes.fixed.items()},
+    )
+    for given, array in zip(ins, found.operands):
+        atoms.tie_all(given, array)
+    for each, why in found.fixed.items():
+        atoms.freeze(why, (each,))
+    frame.maps[id(eqn)] = found
+    return found.results
 
 
 def _unknown(eqn, ins, atoms, why):
@@ -157,21 +148,3 @@ def _branched(frame, eqn, ins, atoms):
         for x, y in zip(outs[0], other):
             atoms.tie_all(x, y)
     return outs[0]
-
-
-def _described(eqn, ins, atoms):
-    """Returns the axes of the outputs of an equation of one of fnet's own primitives.
-
-    The function also records which axes of the equation's inputs and outputs must have equal sizes,
-    as the primitive's `Description.axes` states.
-    """
-    sizes, free, operands, results = description(eqn.primitive).axes(eqn)
-    if len(results) != len(eqn.outvars):
-        return _unknown(eqn, ins, atoms, f"an operation without a rule ({eqn.primitive.name})")
-    atom = {name: atoms.new(size) for name, size in sizes.items()}
-    for name in sizes.keys() - set(free):
-        atoms.freeze(f"an axis of {eqn.primitive.name} other than heads", (atom[name],))
-    named = lambda text: tuple(tuple(atom[name] for name in axis) for axis in text.split())
-    for axes, text in zip(ins, operands):
-        atoms.tie_all(axes, named(text))
-    return list(map(named, results))

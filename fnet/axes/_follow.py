@@ -1,0 +1,104 @@
+"""Follows an axis, such as the batch axis, through equations, from the inputs to the outputs."""
+
+from __future__ import annotations
+
+from fnet import _jax
+from fnet.axes._table import axis_map
+from fnet.jaxpr._calls import bodies, scan
+from fnet.jaxpr._primitives import description
+
+_UNKNOWN = frozenset(("while", "shard_map"))
+
+
+def batch_axes(eqn, notes: list, pieces: int = 1) -> list:
+    """Returns the batch axis of each output of an equation. `notes` contains the batch axis of each
+    input. None in `notes` or in the result means that a value has no batch axis, or that its batch
+    axis is unknown. The argument `pieces` is the number of devices over which the axis is split."""
+    name = eqn.primitive.name
+    if name in _UNKNOWN or all(note is None for note in notes):
+        return [None] * len(eqn.outvars)
+    if (axes := axis_map(eqn)) is not None:
+        given = [(i, note) for i, note in enumerate(notes) if note is not None]
+        found = _first(axes.follow(i, note, pieces) for i, note in given)
+    elif name == "scan":
+        found = _scanned(eqn, notes, pieces)
+    elif name == "cond":
+        found = _branched(eqn, notes, pieces)
+    elif description(eqn.primitive).batch_first:
+        found = [_first_note(notes)] * len(eqn.outvars)
+    elif len(inside := bodies(eqn)) == 1 and inside[0].kind == "call":
+        found = _through(inside[0].jaxpr, notes, pieces)
+    else:
+        found = _alike(eqn, notes)
+    return [
+        note if note is not None and note < len(v.aval.shape) else None
+        for note, v in zip(found, eqn.outvars)
+    ]
+
+
+def _first_note(notes):
+    return next((note for note in notes if note is not None), None)
+
+
+def _first(found):
+    """Returns for each output the axis that the first operand gives it, of those that give one."""
+    return [_first_note(notes) for notes in zip(*found)]
+
+
+def _through(jaxpr, notes: list, pieces: int) -> list:
+    """Returns the batch axes of the outputs of a jaxpr, given the batch axes of its inputs."""
+    axes = dict(zip(jaxpr.invars, notes))
+    read = lambda v: None if isinstance(v, _jax.Literal) else axes.get(v)
+    for eqn in jaxpr.eqns:
+        axes.update(zip(eqn.outvars, batch_axes(eqn, list(map(read, eqn.invars)), pieces)))
+    return list(map(read, jaxpr.outvars))
+
+
+def _alike(eqn, notes):
+    """An operation without a rule keeps the batch axis if it changes neither the number of axes nor
+    the length of the batch axis."""
+    found = []
+    for out in eqn.outvars:
+        rank = len(out.aval.shape)
+        kept = [
+            note
+            for note, v in zip(notes, eqn.invars)
+            if note is not None
+            and len(v.aval.shape) == rank
+            and v.aval.shape[note] == out.aval.shape[note]
+        ]
+        found.append(_first_note(kept))
+    return found
+
+
+def before(note):
+    """Returns the position of the batch axis in the slice x[0], given its position `note` in the
+    array x. Returns None if x has no batch axis (`note` is None), or if the batch axis is axis 0,
+    which the index in x[0] removes."""
+    return note - 1 if note else None
+
+
+def _after(note):
+    return None if note is None else note + 1
+
+
+def _scanned(eqn, notes, pieces):
+    parts = scan(eqn)
+    consts, carried, sliced = parts.split(notes)
+    sliced = list(map(before, sliced))
+    # A carry without a batch axis, such as initial zeros, may get one.
+    for _ in range(parts.carry + 1):
+        found = _through(parts.jaxpr, [*consts, *carried, *sliced], pieces)
+        joined = [b if a is None else a for a, b in zip(carried, found)]
+        if joined == carried:
+            break
+        carried = joined
+    return [
+        *(a if a == b else None for a, b in zip(carried, found)),
+        *map(_after, found[parts.carry :]),
+    ]
+
+
+def _branched(eqn, notes, pieces):
+    found = [_through(branch.jaxpr, notes[1:], pieces) for branch in bodies(eqn)]
+    return [axes[0] if len(set(axes)) == 1 else None for axes in zip(*found)]
