@@ -18,7 +18,7 @@ class Atoms:
     method `freeze` records that the size of an axis cannot change, and why.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._sizes: list[int] = []
         self._up: list[int] = []
         self._parts: dict[int, Axis] = {}

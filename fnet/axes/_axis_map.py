@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-Letters = tuple[Hashable, ...]  # the factors of an axis, from major to minor
-Array = tuple[Letters, ...]  # the axes of an array
+Letter = Any  # of any hashable type
+Letters = tuple[Letter, ...]  # the factors of an axis, from major to minor
+Array = Sequence[Letters]  # the axes of an array
 
 
 class AxisMap(NamedTuple):
@@ -25,10 +26,10 @@ class AxisMap(NamedTuple):
             and not in `fixed` is summed over.
     """
 
-    sizes: Mapping[Hashable, int]
+    sizes: Mapping[Letter, int]
     operands: Sequence[Array]
     results: Sequence[Array]
-    fixed: Mapping[Hashable, str]
+    fixed: Mapping[Letter, str]
 
     def size(self, axis: Letters) -> int:
         size = 1
@@ -51,15 +52,15 @@ class AxisMap(NamedTuple):
             return [None] * len(self.results)
         return [_find(letter, map(self._major, array)) for array in self.results]
 
-    def _major(self, axis: Letters) -> Hashable | None:
+    def _major(self, axis: Letters) -> Letter | None:
         longer = [letter for letter in axis if self.sizes[letter] != 1]
         return next(iter(longer or axis), None)
 
-    def __str__(self):
+    def __str__(self) -> str:
         """Writes the map as einops does, with letters of fixed sizes in upper case, 1 for an axis
         without letters and () for a scalar."""
         names = iter((*string.ascii_lowercase, *(f"a{i}" for i in range(1000))))
-        known: dict[Hashable, str] = {}
+        known: dict[Letter, str] = {}
 
         def written(axis: Letters) -> str:
             for letter in axis:
@@ -73,16 +74,16 @@ class AxisMap(NamedTuple):
         return f"{arrays(self.operands)} -> {arrays(self.results)}"
 
 
-def _find(letter, letters) -> int | None:
+def _find(letter: Letter, letters: Iterable[Letter]) -> int | None:
     return next((i for i, each in enumerate(letters) if each == letter), None)
 
 
 class Drawing:
     """Collects the letters of an `AxisMap` while a rule describes the axes of an equation."""
 
-    def __init__(self):
-        self.sizes: dict[Hashable, int] = {}
-        self.fixed: dict[Hashable, str] = {}
+    def __init__(self) -> None:
+        self.sizes: dict[Letter, int] = {}
+        self.fixed: dict[Letter, str] = {}
 
     def letter(self, size: int, why: str | None = None) -> int:
         """Returns a new letter. `why` states why its size cannot change."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from fnet import _jax
 from fnet.axes._table import axis_map
 from fnet.jaxpr._calls import bodies, scan
 from fnet.jaxpr._primitives import description
 
+Note = int | None  # the position of the axis, if an array has it
 _UNKNOWN = frozenset(("while", "shard_map"))
 
 
-def batch_axes(eqn, notes: list, pieces: int = 1) -> list:
+def batch_axes(eqn: Any, notes: Sequence[Note], pieces: int = 1) -> list[Note]:
     """Returns the batch axis of each output of an equation. `notes` contains the batch axis of each
     input. None in `notes` or in the result means that a value has no batch axis, or that its batch
     axis is unknown. The argument `pieces` is the number of devices over which the axis is split."""
@@ -36,16 +40,16 @@ def batch_axes(eqn, notes: list, pieces: int = 1) -> list:
     ]
 
 
-def _first_note(notes):
+def _first_note(notes: Iterable[Note]) -> Note:
     return next((note for note in notes if note is not None), None)
 
 
-def _first(found):
+def _first(found: Iterable[Sequence[Note]]) -> list[Note]:
     """Returns for each output the axis that the first operand gives it, of those that give one."""
     return [_first_note(notes) for notes in zip(*found)]
 
 
-def _through(jaxpr, notes: list, pieces: int) -> list:
+def _through(jaxpr: Any, notes: Sequence[Note], pieces: int) -> list[Note]:
     """Returns the batch axes of the outputs of a jaxpr, given the batch axes of its inputs."""
     axes = dict(zip(jaxpr.invars, notes))
     read = lambda v: None if isinstance(v, _jax.Literal) else axes.get(v)
@@ -54,7 +58,7 @@ def _through(jaxpr, notes: list, pieces: int) -> list:
     return list(map(read, jaxpr.outvars))
 
 
-def _alike(eqn, notes):
+def _alike(eqn: Any, notes: Sequence[Note]) -> list[Note]:
     """An operation without a rule keeps the batch axis if it changes neither the number of axes nor
     the length of the batch axis."""
     found = []
@@ -71,18 +75,18 @@ def _alike(eqn, notes):
     return found
 
 
-def before(note):
+def before(note: Note) -> Note:
     """Returns the position of the batch axis in the slice x[0], given its position `note` in the
     array x. Returns None if x has no batch axis (`note` is None), or if the batch axis is axis 0,
     which the index in x[0] removes."""
     return note - 1 if note else None
 
 
-def _after(note):
+def _after(note: Note) -> Note:
     return None if note is None else note + 1
 
 
-def _scanned(eqn, notes, pieces):
+def _scanned(eqn: Any, notes: Sequence[Note], pieces: int) -> list[Note]:
     parts = scan(eqn)
     consts, carried, sliced = parts.split(notes)
     sliced = list(map(before, sliced))
@@ -99,6 +103,6 @@ def _scanned(eqn, notes, pieces):
     ]
 
 
-def _branched(eqn, notes, pieces):
+def _branched(eqn: Any, notes: Sequence[Note], pieces: int) -> list[Note]:
     found = [_through(branch.jaxpr, notes[1:], pieces) for branch in bodies(eqn)]
     return [axes[0] if len(set(axes)) == 1 else None for axes in zip(*found)]

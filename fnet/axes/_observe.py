@@ -3,12 +3,15 @@ with parameters."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import jax.numpy as jnp
 
+from fnet.axes._atoms import Axis
 from fnet.axes._resize import Resizer, TiedProgram
+from fnet.axes._ties import Frame
 from fnet.jaxpr._equations import product
+from fnet.jaxpr._scopes import Scope
 from fnet.jaxpr._tags import tag
 from fnet.jaxpr._values import Value
 
@@ -36,10 +39,10 @@ def observe(program: TiedProgram, arrays: list) -> list:
 
 
 class _Observer(Resizer):
-    def literal(self, atom):
+    def literal(self, atom: Any) -> Value:
         return Value(atom.val, _WEIGHTS)
 
-    def equation(self, eqn, at, inputs, plan):
+    def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Frame | None) -> Any:
         if plan is not None and (found := product(eqn)) is not None:
             contracted = (
                 found.dimensions[0]
@@ -47,20 +50,21 @@ class _Observer(Resizer):
                 else ((found.dimensions.lhs_spec[1],), (found.dimensions.rhs_spec[1],))
             )
             data = [value.note != _WEIGHTS for value in inputs[:2]]
-            side = data.index(True) if sum(data) == 1 else None
-            for i in () if side is None else contracted[side]:
-                self._record(inputs[side].x, i, plan.of(eqn.invars[side])[i])
+            if sum(data) == 1:
+                side = data.index(True)
+                for i in contracted[side]:
+                    self._record(inputs[side].x, i, plan.of(eqn.invars[side])[i])
         return NotImplemented
 
-    def default(self, eqn, at, inputs, wanted):
+    def default(self, eqn: Any, at: Scope, inputs: list[Value], wanted: Any) -> list[Value]:
         note = _WEIGHTS if all(value.note == _WEIGHTS for value in inputs) else None
         return [Value(y.x, note) for y in super().default(eqn, at, inputs, wanted)]
 
-    def _record(self, x, i, axis):
+    def _record(self, x: Any, i: int, axis: Axis) -> None:
         factors = self._atoms.expand(axis)
-        sizes = [self._atoms.size(atom) for atom in factors]
+        sizes: list[int] = [self._atoms.size(atom) for atom in factors]
         square = jnp.moveaxis(jnp.square(x.astype(jnp.float32)), i, -1).reshape(-1, *sizes)
         for k, atom in enumerate(factors):
-            if self._atoms.reason(atom) is None and math.prod(sizes):
+            if self._atoms.reason(atom) is None and 0 not in sizes:
                 others = tuple(j for j in range(square.ndim) if j != k + 1)
                 tag(square.mean(others), NAME.format(atom))

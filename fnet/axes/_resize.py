@@ -17,7 +17,7 @@ from fnet.axes._ties import Axes, Frame, tie_axes
 from fnet.axes._zero_axes import freeze_nonzero_sums
 from fnet.jaxpr._enter import ENTER
 from fnet.jaxpr._rewrite import Interpreter
-from fnet.jaxpr._scopes import TOP
+from fnet.jaxpr._scopes import TOP, Scope
 from fnet.jaxpr._values import Value, arrays_of, bind, restore
 
 
@@ -123,7 +123,7 @@ class Resizer(Interpreter):
         super().__init__()
         self._atoms, self._kept = atoms, kept
 
-    def whole(self, closed, frame, values: list[Value]) -> list:
+    def whole(self, closed: Any, frame: Frame, values: list[Value]) -> list:
         outputs = self.evaluate(closed.jaxpr, closed.consts, values, TOP, ((frame,),))
         return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
 
@@ -136,7 +136,7 @@ class Resizer(Interpreter):
     def shape(self, axes: Axes) -> tuple[int, ...]:
         return tuple(map(self.size, axes))
 
-    def cut(self, x, axes: Axes):
+    def cut(self, x: Any, axes: Axes) -> Any:
         """Returns the array `x` without the removed indices along its axes."""
         for i, axis in enumerate(axes):
             factors = self._atoms.expand(axis)
@@ -151,30 +151,40 @@ class Resizer(Interpreter):
                 )
         return x
 
-    def plan(self, jaxpr, wanted):
-        return next((frame for frame in wanted[0] or () if frame.jaxpr is jaxpr), None)
+    def plan(self, jaxpr: Any, wanted: tuple | None) -> Frame | None:
+        frames = (wanted[0] if wanted else None) or ()
+        return next((frame for frame in frames if frame.jaxpr is jaxpr), None)
 
-    def wanted(self, plan, eqn):
+    def wanted(self, plan: Frame | None, eqn: Any) -> tuple:
         inner = plan.inner.get(id(eqn)) if plan is not None else None
         return (inner, *[None] * (len(eqn.outvars) - 1))
 
-    def evaluate(self, jaxpr, consts, args, outer, wanted):
+    def evaluate(
+        self,
+        jaxpr: Any,
+        consts: Any,
+        args: list[Value],
+        outer: Scope = TOP,
+        wanted: tuple | None = None,
+    ) -> list[Value]:
         frame = self.plan(jaxpr, wanted)
         if frame is not None:
             consts = [self.cut(x, frame.of(v)) for v, x in zip(jaxpr.constvars, consts)]
         return super().evaluate(jaxpr, consts, args, outer, wanted)
 
-    def body(self, closed, at, wanted, notes, *, pin=None):
+    def body(
+        self, closed: Any, at: Scope, wanted: tuple, notes: Sequence, *, pin: Any = None
+    ) -> Any:
         if self.plan(closed.jaxpr, wanted) is None and all(
             isinstance(note, tuple) for note in notes
         ):
             wanted = (self._derivative(closed.jaxpr, notes),), *wanted[1:]
         return super().body(closed, at, wanted, notes, pin=pin)
 
-    def tangent(self, note):
+    def tangent(self, note: Any) -> Any:
         return note
 
-    def equation(self, eqn, at, inputs, plan):
+    def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Frame | None) -> Any:
         if plan is None:
             return NotImplemented
         name, shapes = (
@@ -200,13 +210,13 @@ class Resizer(Interpreter):
             return [
                 Value(self.cut(bind(eqn, arrays_of(inputs))[0].x, (*[()] * keys, *axes[keys:])))
             ]
-        if (axes := plan.maps.get(id(eqn))) is None:
+        if (described := plan.maps.get(id(eqn))) is None:
             return NotImplemented
-        sizes = {atom: self.size((atom,)) for atom in axes.sizes}
-        changes = resized(eqn, axes._replace(sizes=sizes))
+        sizes = {atom: self.size((atom,)) for atom in described.sizes}
+        changes = resized(eqn, described._replace(sizes=sizes))
         return NotImplemented if changes is None else bind(eqn, arrays_of(inputs), **changes)
 
-    def _derivative(self, jaxpr, axes) -> Frame:
+    def _derivative(self, jaxpr: Any, axes: Sequence[Axes]) -> Frame:
         frame = tie_axes(jaxpr, axes, self._atoms)
         if any(self._atoms.expand((atom,)) != (atom,) for atom in self._kept):
             raise ValueError(

@@ -11,14 +11,19 @@ letters. The argument `axes` is the `AxisMap` of the equation with the new sizes
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fnet.axes._axis_map import AxisMap, Drawing
-from fnet.jaxpr._equations import BILINEAR, product
+from fnet.axes._axis_map import Array, AxisMap, Drawing, Letter, Letters
+from fnet.jaxpr._equations import BILINEAR, Product, product
 from fnet.jaxpr._primitives import POINTWISE, description
 from fnet.jaxpr._records import options
+
+Sides = tuple[Sequence[Array], Sequence[Array]]  # operands, results
+Rule = Callable[[Any, Drawing], Sides]
+Resized = Callable[[Any, AxisMap], dict[str, Any]]
 
 
 def axis_map(eqn: Any) -> AxisMap | None:
@@ -26,16 +31,10 @@ def axis_map(eqn: Any) -> AxisMap | None:
 
     Calls, loops and branches have no rule: an analysis visits the equations inside them.
     """
-    name = eqn.primitive.name
-    if description(eqn.primitive).axes is not None:
-        found = _described(eqn)
-        return found if len(found.results) == len(eqn.outvars) else None
-    if name in POINTWISE:
-        rule: Callable | None = _pointwise
-    elif (found := product(eqn)) is not None and found.op.name in BILINEAR:
-        rule = _multiply
-    else:
-        rule = _RULES.get(name)
+    if (describe := description(eqn.primitive).axes) is not None:
+        described = _described(eqn.primitive.name, *describe(eqn))
+        return described if len(described.results) == len(eqn.outvars) else None
+    rule = _rule(eqn)
     if rule is None:
         return None
     new = Drawing()
@@ -43,65 +42,73 @@ def axis_map(eqn: Any) -> AxisMap | None:
     return AxisMap(new.sizes, operands, results, new.fixed)
 
 
+def _rule(eqn: Any) -> Rule | None:
+    found = product(eqn)
+    if found is not None and found.op.name in BILINEAR:
+        return functools.partial(_multiply, found)
+    return _pointwise if eqn.primitive.name in POINTWISE else _RULES.get(eqn.primitive.name)
+
+
 def resized(eqn: Any, axes: AxisMap) -> dict[str, Any] | None:
     """Returns the parameters of an equation that are different for the sizes in `axes`, or None if
     its primitive has no parameters that depend on sizes."""
     change = _RESIZED.get(eqn.primitive.name)
-    return change(eqn, axes) if change else None
+    return change(eqn, axes) if change is not None else None
 
 
-def _shape(v) -> tuple[int, ...]:
+def _shape(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
 
 
-def _without(axes, removed):
+def _without(axes: Array, removed: Sequence[int]) -> Array:
     return tuple(axis for i, axis in enumerate(axes) if i not in removed)
 
 
-def _with(axes, at, axis):
+def _with(axes: Array, at: int, axis: Letters) -> Array:
     """Returns the axes of an array with another axis at the position `at`."""
     return (*axes[:at], axis, *axes[at + 1 :])
 
 
-def _described(eqn):
+def _described(
+    name: str, sizes: dict, free: str, operands: Sequence[str], results: Sequence[str]
+) -> AxisMap:
     """Translates the description of one of fnet's own primitives (`Description.axes`)."""
-    sizes, free, operands, results = description(eqn.primitive).axes(eqn)
-    why = f"an axis of {eqn.primitive.name} other than heads"
+    why = f"an axis of {name} other than heads"
     read = lambda texts: [tuple(map(tuple, text.split())) for text in texts]
     fixed = {letter: why for letter in sizes if letter not in free}
     return AxisMap(sizes, read(operands), read(results), fixed)
 
 
-def _same(eqn, new):
+def _same(eqn: Any, new: Drawing) -> Sides:
     arrays = new.arrays(eqn.invars)
     return arrays, arrays
 
 
-def _fixed(why):
-    def rule(eqn, new):
+def _fixed(why: str) -> Rule:
+    def rule(eqn: Any, new: Drawing) -> Sides:
         return new.arrays(eqn.invars, why), new.arrays(eqn.outvars, why)
 
     return rule
 
 
-def _created(eqn, new):
+def _created(eqn: Any, new: Drawing) -> Sides:
     return new.arrays(eqn.invars), new.arrays(eqn.outvars)
 
 
-def _random_bits(eqn, new):
+def _random_bits(eqn: Any, new: Drawing) -> Sides:
     (key,), (out,) = new.arrays(eqn.invars, why := "an axis of random keys"), eqn.outvars
     numbers = tuple(new.axis(size) for size in _shape(out)[len(key) :])
     keys = tuple(new.axis(size, why) for size in _shape(out)[: len(key)])
     return [key], [(*keys, *numbers)]
 
 
-def _bitcast(eqn, new):
+def _bitcast(eqn: Any, new: Drawing) -> Sides:
     if _shape(eqn.outvars[0]) == _shape(eqn.invars[0]):
         return _same(eqn, new)
     return _fixed("converted to another number of values")(eqn, new)
 
 
-def _pointwise(eqn, new):
+def _pointwise(eqn: Any, new: Drawing) -> Sides:
     """An axis of size 1 in an operand is broadcast, and a scalar operand has no axes."""
     out = new.array(eqn.outvars[0])
     operands = []
@@ -111,7 +118,7 @@ def _pointwise(eqn, new):
     return operands, [out] * len(eqn.outvars)
 
 
-def _broadcast(eqn, new):
+def _broadcast(eqn: Any, new: Drawing) -> Sides:
     x, out = new.array(eqn.invars[0]), list(new.array(eqn.outvars[0]))
     for axis, at in zip(x, options(eqn).broadcast_dimensions):
         if new.sizes[axis[0]] == new.sizes[out[at][0]]:
@@ -120,17 +127,17 @@ def _broadcast(eqn, new):
     return [x, *sizes], [tuple(out)]
 
 
-def _transpose(eqn, new):
+def _transpose(eqn: Any, new: Drawing) -> Sides:
     x = new.array(eqn.invars[0])
     return [x], [tuple(x[i] for i in options(eqn).permutation)]
 
 
-def _squeeze(eqn, new):
+def _squeeze(eqn: Any, new: Drawing) -> Sides:
     x = new.array(eqn.invars[0])
     return [x], [_without(x, options(eqn).dimensions)]
 
 
-def _expand(eqn, new):
+def _expand(eqn: Any, new: Drawing) -> Sides:
     x = new.array(eqn.invars[0])
     out = list(x)
     for i in sorted(options(eqn).dimensions):
@@ -138,7 +145,7 @@ def _expand(eqn, new):
     return [x], [tuple(out)]
 
 
-def _reshape(eqn, new):
+def _reshape(eqn: Any, new: Drawing) -> Sides:
     """In a reshape, a group of adjacent axes of the operand corresponds to a group of adjacent axes
     of the result if the products of their sizes are equal. Each group is split into the factors that
     both sides have in common."""
@@ -157,7 +164,7 @@ def _reshape(eqn, new):
     return [operand, *others], [tuple(axis.letters(new) for axis in out)]
 
 
-def _groups(before, after):
+def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice, slice]]:
     """Yields the smallest slices of the axes whose sizes have equal products."""
     i = j = 0
     while i < len(before) or j < len(after):
@@ -172,7 +179,7 @@ def _groups(before, after):
         yield slice(i0, i), slice(j0, j)
 
 
-def _divides(m, n) -> bool:
+def _divides(m: int, n: int) -> bool:
     return m != 0 and n % m == 0
 
 
@@ -180,10 +187,12 @@ class _Factors:
     """The factors of an axis that have been found so far: some major ones, some minor ones, and
     the size that is left between them."""
 
-    def __init__(self, size):
-        self.left, self.major, self.minor = size, [], []
+    def __init__(self, size: int):
+        self.left = size
+        self.major: list[Letter] = []
+        self.minor: list[Letter] = []
 
-    def letters(self, new):
+    def letters(self, new: Drawing) -> Letters:
         rest = [] if self.left == 1 else [new.letter(self.left, _UNEVEN)]
         return (*self.major, *rest, *self.minor)
 
@@ -191,7 +200,7 @@ class _Factors:
 _UNEVEN = "reshaped to sizes that are not factors of it"
 
 
-def _match(x, out, new):
+def _match(x: list[_Factors], out: list[_Factors], new: Drawing) -> None:
     """Gives the common factors of two groups of axes the same letters. Factors are taken from the
     minor end; what does not divide there is tried from the major end."""
     for end in (-1, 0):
@@ -212,16 +221,16 @@ def _match(x, out, new):
                     axis.major.append(letter)
 
 
-def _unmatched(axes):
+def _unmatched(axes: list[_Factors]) -> list[_Factors]:
     return [axis for axis in axes if not axis.left == 1]
 
 
-def _reduced(over):
+def _reduced(over: str | None) -> Rule:
     """Returns the rule of a reduction. `over` states why the size of a reduced axis cannot change,
     such as "the maximum over it is taken". It is None for a sum, because zeros may be left out of
     a sum."""
 
-    def rule(eqn, new):
+    def rule(eqn: Any, new: Drawing) -> Sides:
         arrays, axes = new.arrays(eqn.invars), options(eqn).axes
         if over:
             for array in arrays:
@@ -232,12 +241,12 @@ def _reduced(over):
     return rule
 
 
-def _along(parameter, why):
+def _along(parameter: str, why: str) -> Rule:
     """Returns the rule of an operation that keeps shapes and works along the axes in the parameter
     `parameter`, such as a cumulative sum. The text `why` is the reason why their sizes cannot
     change."""
 
-    def rule(eqn, new):
+    def rule(eqn: Any, new: Drawing) -> Sides:
         array, axes = new.array(eqn.invars[0]), getattr(options(eqn), parameter)
         for i in axes if isinstance(axes, (tuple, list)) else (axes,):
             new.fix(why, array[i])
@@ -246,23 +255,22 @@ def _along(parameter, why):
     return rule
 
 
-def _multiply(eqn, new):
-    found = product(eqn)
-    lhs, rhs, *others = new.arrays(eqn.invars)
+def _multiply(found: Product, eqn: Any, new: Drawing) -> Sides:
+    lhs, right, *others = new.arrays(eqn.invars)
     if found.op.name != "dot_general":
-        lhs, rhs, out = _convolve(eqn, found, new)
-        return [lhs, rhs, *others], [out]
+        data, kernel, out = _convolve(eqn, found, new)
+        return [data, kernel, *others], [out]
     contract, batch = found.dimensions
-    rhs = list(rhs)
+    rhs = list(right)
     for a, b in (*zip(*contract), *zip(*batch)):
         rhs[b] = lhs[a]
-    left = _without(lhs, (*contract[0], *batch[0]))
-    right = _without(rhs, (*contract[1], *batch[1]))
-    out = (*(lhs[i] for i in batch[0]), *left, *right)
-    return [lhs, tuple(rhs), *others], [out]
+    own_left = _without(lhs, (*contract[0], *batch[0]))
+    own_right = _without(rhs, (*contract[1], *batch[1]))
+    result = (*(lhs[i] for i in batch[0]), *own_left, *own_right)
+    return [lhs, rhs, *others], [result]
 
 
-def _convolve(eqn, found, new):
+def _convolve(eqn: Any, found: Product, new: Drawing) -> tuple[Array, Array, Array]:
     """The channels of a convolution with groups are "(g i)" in the data, "i" and "(g o)" in the
     kernel, and "(g o)" in the result."""
     spec, (groups, batch_groups) = found.dimensions, found.groups
@@ -276,7 +284,7 @@ def _convolve(eqn, found, new):
         (kernel, spec.rhs_spec, "the window of a convolution"),
         (eqn.outvars[0], spec.out_spec, "space"),
     ):
-        array = [()] * len(order)
+        array: list[Letters] = [()] * len(order)
         for i in order[2:]:
             array[i] = new.axis(_shape(v)[i], why)
         arrays.append(array)
@@ -284,8 +292,8 @@ def _convolve(eqn, found, new):
     batch = new.axis(_shape(data)[spec.lhs_spec[0]])
     # Only JAX's own convolution has a parameter that follows the number of groups.
     own = eqn.primitive.name == "conv_general_dilated"
-    why = None if own else "the groups of a convolution that is no primitive of JAX"
-    group = () if groups == 1 else new.axis(groups, why)
+    foreign = None if own else "the groups of a convolution that is no primitive of JAX"
+    group = () if groups == 1 else new.axis(groups, foreign)
     inputs = new.axis(_shape(kernel)[spec.rhs_spec[1]])
     outputs = new.axis(_shape(kernel)[spec.rhs_spec[0]] // groups)
     lhs[spec.lhs_spec[0]] = out[spec.out_spec[0]] = batch
@@ -295,7 +303,7 @@ def _convolve(eqn, found, new):
     return tuple(lhs), tuple(rhs), tuple(out)
 
 
-def _window(eqn, new):
+def _window(eqn: Any, new: Drawing) -> Sides:
     window, operands, results = options(eqn), new.arrays(eqn.invars), []
     per_axis = list(zip(window.window_dimensions, window.window_strides, window.padding))
     for v, array in zip(eqn.outvars, operands):
@@ -310,7 +318,7 @@ def _window(eqn, new):
     return operands, results
 
 
-def _slice(eqn, new):
+def _slice(eqn: Any, new: Drawing) -> Sides:
     """A slice of an axis that consists of parts of the slice's size is one of these parts."""
     piece, sizes, wanted = options(eqn), _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     strides = piece.strides or (1,) * len(sizes)
@@ -328,7 +336,7 @@ def _slice(eqn, new):
     return [tuple(operand)], [tuple(out)]
 
 
-def _split(eqn, new):
+def _split(eqn: Any, new: Drawing) -> Sides:
     (at, sizes), array = options(eqn), new.array(eqn.invars[0])
     if len(set(sizes)) == 1 and sizes[0]:
         part = new.axis(sizes[0])
@@ -339,7 +347,7 @@ def _split(eqn, new):
     return [array], [_with(array, at, new.axis(size, why)) for size in sizes]
 
 
-def _concatenate(eqn, new):
+def _concatenate(eqn: Any, new: Drawing) -> Sides:
     at, first = options(eqn).dimension, new.array(eqn.invars[0])
     sizes = [_shape(v)[at] for v in eqn.invars]
     if len(set(sizes)) == 1:
@@ -350,25 +358,25 @@ def _concatenate(eqn, new):
     return operands, [_with(first, at, new.axis(sum(sizes), why))]
 
 
-def _stack(eqn, new):
+def _stack(eqn: Any, new: Drawing) -> Sides:
     at, first = options(eqn).axis, new.array(eqn.invars[0])
     count = new.axis(len(eqn.invars), "stacked")
     return [first] * len(eqn.invars), [(*first[:at], count, *first[at:])]
 
 
-def _unstack(eqn, new):
+def _unstack(eqn: Any, new: Drawing) -> Sides:
     at, array = options(eqn).axis, new.array(eqn.invars[0])
     new.fix("unstacked", array[at])
     return [array], [_without(array, (at,))] * len(eqn.outvars)
 
 
-def _tile(eqn, new):
+def _tile(eqn: Any, new: Drawing) -> Sides:
     array = new.array(eqn.invars[0])
     counts = map(new.axis, options(eqn).reps)
     return [array], [tuple((*count, *axis) for count, axis in zip(counts, array))]
 
 
-def _changed(eqn, new, why, changed):
+def _changed(eqn: Any, new: Drawing, why: str, changed: Callable[[int], bool]) -> Sides:
     """Returns the axes of an operation that keeps an axis i of its first operand, or else, if
     `changed(i)`, makes an axis of a fixed size from it."""
     array, out = new.array(eqn.invars[0]), list(new.array(eqn.outvars[0]))
@@ -380,48 +388,50 @@ def _changed(eqn, new, why, changed):
     return [array, *new.arrays(eqn.invars[1:])], [tuple(out)]
 
 
-def _pad(eqn, new):
+def _pad(eqn: Any, new: Drawing) -> Sides:
     padding = options(eqn).padding_config
     return _changed(eqn, new, "padded", lambda i: padding[i] != (0, 0, 0))
 
 
-def _dynamic_slice(eqn, new):
+def _dynamic_slice(eqn: Any, new: Drawing) -> Sides:
     before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     why = "sliced at a computed position"
     return _changed(eqn, new, why, lambda i: before[i] != after[i])
 
 
-def _dynamic_update_slice(eqn, new):
-    array, update, *starts = new.arrays(eqn.invars)
-    update = list(update)
+def _dynamic_update_slice(eqn: Any, new: Drawing) -> Sides:
+    array, given, *starts = new.arrays(eqn.invars)
+    update = list(given)
     for i, axis in enumerate(array):
         if new.sizes[axis[0]] == new.sizes[update[i][0]]:
             update[i] = axis
         else:
             new.fix("updated at a computed position", axis, update[i])
-    return [array, tuple(update), *starts], [array]
+    return [array, update, *starts], [array]
 
 
-def _tie_batches(array, batching, indices, at_indices):
+def _tie_batches(
+    array: Array, batching: Sequence[int], indices: Array, at_indices: Sequence[int]
+) -> list[Letters]:
     """Returns the axes of the operand of a gather or scatter, of which those in `batching` are batch
     axes of the indices."""
-    array = list(array)
+    tied = list(array)
     for i, j in zip(batching, at_indices):
-        array[i] = indices[j]
-    return array
+        tied[i] = indices[j]
+    return tied
 
 
-def _windows(rank, positions, removed) -> dict[int, int]:
+def _windows(rank: int, positions: Sequence[int], removed: Sequence[int]) -> dict[int, int]:
     """Returns {axis of the operand: its position in each window} for a gather or scatter."""
     kept = [i for i in range(rank) if i not in removed]
     return dict(zip(kept, positions))
 
 
-def _gather(eqn, new):
+def _gather(eqn: Any, new: Drawing) -> Sides:
     numbers, sizes = options(eqn).dimension_numbers, options(eqn).slice_sizes
     shape, batching = _shape(eqn.invars[0]), numbers.operand_batching_dims
-    array, indices = new.arrays(eqn.invars)
-    array = _tie_batches(array, batching, indices, numbers.start_indices_batching_dims)
+    operand, indices = new.arrays(eqn.invars)
+    array = _tie_batches(operand, batching, indices, numbers.start_indices_batching_dims)
     new.fix("indices", indices[-1])
 
     result = list(new.array(eqn.outvars[0]))
@@ -438,18 +448,18 @@ def _gather(eqn, new):
             new.fix("looked up by index", axis, result[windows[i]])
         elif i not in batching:
             new.fix("looked up by index", axis)
-    return [tuple(array), indices], [tuple(result)]
+    return [array, indices], [result]
 
 
-def _scatter(eqn, new):
+def _scatter(eqn: Any, new: Drawing) -> Sides:
     numbers = options(eqn).dimension_numbers
     shape, wanted = _shape(eqn.invars[0]), _shape(eqn.invars[2])
     batching = numbers.operand_batching_dims
-    array, indices, updates = new.arrays(eqn.invars)
-    array = _tie_batches(array, batching, indices, numbers.scatter_indices_batching_dims)
+    operand, indices, given = new.arrays(eqn.invars)
+    array = _tie_batches(operand, batching, indices, numbers.scatter_indices_batching_dims)
     new.fix("indices", indices[-1])
 
-    updates = list(updates)
+    updates = list(given)
     rows = [i for i in range(len(updates)) if i not in numbers.update_window_dims]
     for i, axis in zip(rows, indices):
         updates[i] = axis
@@ -463,10 +473,10 @@ def _scatter(eqn, new):
             new.fix("updated by index", axis, updates[windows[i]])
         elif i not in batching:
             new.fix("updated by index", axis)
-    return [tuple(array), indices, tuple(updates)], [tuple(array)]
+    return [array, indices, updates], [array]
 
 
-_RULES: dict[str, Callable] = {
+_RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("name", "optimization_barrier", "pvary", "pbroadcast", "device_put", "copy_p", "site"),
         _same,
@@ -520,15 +530,15 @@ _RULES: dict[str, Callable] = {
 }
 
 
-def _shape_of_result(name):
+def _shape_of_result(name: str) -> Resized:
     return lambda eqn, axes: {name: axes.shape(axes.results[0])}
 
 
-def _resized_slice(eqn, axes):
+def _resized_slice(eqn: Any, axes: AxisMap) -> dict[str, Any]:
     """A slice that is one of several equal parts of an axis is the same part of the smaller axis."""
     piece, before, after = options(eqn), _shape(eqn.invars[0]), axes.shape(axes.operands[0])
 
-    def scaled(positions):
+    def scaled(positions: Sequence[int]) -> tuple[int, ...]:
         return tuple(at * n // m if m else at for at, m, n in zip(positions, before, after))
 
     return {
@@ -537,24 +547,24 @@ def _resized_slice(eqn, axes):
     }
 
 
-def _resized_split(eqn, axes):
+def _resized_split(eqn: Any, axes: AxisMap) -> dict[str, Any]:
     at = options(eqn).axis
     return {"sizes": tuple(axes.size(part[at]) for part in axes.results)}
 
 
-def _resized_window(eqn, axes):
+def _resized_window(eqn: Any, axes: AxisMap) -> dict[str, Any]:
     """A window that covers a whole axis also covers the smaller axis."""
     sizes = zip(options(eqn).slice_sizes, _shape(eqn.invars[0]), axes.shape(axes.operands[0]))
     return {"slice_sizes": tuple(n if size == m else size for size, m, n in sizes)}
 
 
-def _resized_groups(eqn, axes):
-    channels = axes.operands[0][product(eqn).dimensions.lhs_spec[1]]
+def _resized_groups(eqn: Any, axes: AxisMap) -> dict[str, Any]:
+    channels = axes.operands[0][options(eqn).dimension_numbers.lhs_spec[1]]
     groups = channels[:-1]  # none, if all channels are one group
     return {"feature_group_count": axes.size(groups)}
 
 
-_RESIZED: dict[str, Callable] = {
+_RESIZED: dict[str, Resized] = {
     "broadcast_in_dim": _shape_of_result("shape"),
     "reshape": _shape_of_result("new_sizes"),
     "empty": _shape_of_result("shape"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from fnet import _jax
 from fnet.axes._atoms import Atoms, Axis
-from fnet.axes._axis_map import AxisMap
+from fnet.axes._axis_map import Array, AxisMap
 from fnet.axes._table import axis_map
 from fnet.jaxpr._calls import CALLS, bodies, scan
 
@@ -80,11 +80,11 @@ def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
     return frame
 
 
-def _shape(v) -> tuple[int, ...]:
+def _shape(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
 
 
-def _results(inner, eqn, atoms):
+def _results(inner: Frame, eqn: Any, atoms: Atoms) -> list[Axes]:
     """Returns the axes of each output of a call or of a branch of a `lax.cond`.
 
     For an output that is a literal (a constant in the jaxpr), the function creates new axes without
@@ -96,32 +96,37 @@ def _results(inner, eqn, atoms):
     ]
 
 
-def _mapped(frame, eqn, ins, atoms, axes):
+def _mapped(
+    frame: Frame, eqn: Any, ins: Sequence[Axes], atoms: Atoms, axes: AxisMap
+) -> Sequence[Axes]:
     """Replaces the letters of an equation's `AxisMap` by atoms, and ties them to the operands."""
     atom = {letter: atoms.new(size) for letter, size in axes.sizes.items()}
-    named = lambda array: tuple(tuple(atom[letter] for letter in axis) for axis in array)
+
+    def named(array: Array) -> Axes:
+        return tuple(tuple(atom[letter] for letter in axis) for axis in array)
+
     found = AxisMap(
         {atom[letter]: size for letter, size in axes.sizes.items()},
         list(map(named, axes.operands)),
         list(map(named, axes.results)),
         {atom[letter]: why for letter, why in axes.fixed.items()},
     )
-    for given, array in zip(ins, found.operands):
+    for given, array in zip(ins, map(named, axes.operands)):
         atoms.tie_all(given, array)
     for each, why in found.fixed.items():
         atoms.freeze(why, (each,))
     frame.maps[id(eqn)] = found
-    return found.results
+    return [named(array) for array in axes.results]
 
 
-def _unknown(eqn, ins, atoms, why):
+def _unknown(eqn: Any, ins: Sequence[Axes], atoms: Atoms, why: str) -> list[Axes]:
     outs = [atoms.axes(_shape(v)) for v in eqn.outvars]
     for axes in (*ins, *outs):
         atoms.freeze(why, *axes)
     return outs
 
 
-def _scanned(frame, eqn, ins, atoms):
+def _scanned(frame: Frame, eqn: Any, ins: Sequence[Axes], atoms: Atoms) -> list[Axes]:
     parts = scan(eqn)
     consts, carry, slices = parts.split(ins)
     for axes in slices:
@@ -140,7 +145,7 @@ def _scanned(frame, eqn, ins, atoms):
     return [*carry, *stacked]
 
 
-def _branched(frame, eqn, ins, atoms):
+def _branched(frame: Frame, eqn: Any, ins: Sequence[Axes], atoms: Atoms) -> list[Axes]:
     frames = tuple(tie_axes(branch.jaxpr, ins[1:], atoms) for branch in bodies(eqn))
     frame.inner[id(eqn)] = frames
     outs = [_results(inner, eqn, atoms) for inner in frames]

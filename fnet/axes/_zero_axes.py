@@ -10,11 +10,12 @@ axes, which are called atoms (see `Atoms`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fnet import _jax
-from fnet.axes._atoms import Atoms
+from fnet.axes._atoms import Atoms, Axis
+from fnet.axes._axis_map import AxisMap
 from fnet.axes._ties import Frame
 from fnet.jaxpr._calls import scan
 from fnet.jaxpr._equations import product
@@ -69,20 +70,21 @@ def freeze_nonzero_sums(frame: Frame, inputs: Sequence[Zero], atoms: Atoms) -> l
     return list(map(read, jaxpr.outvars))
 
 
-def _atoms_of(axes, atoms) -> frozenset:
+def _atoms_of(axes: Iterable[Axis], atoms: Atoms) -> frozenset[int]:
     return frozenset(atom for axis in axes for atom in atoms.expand(axis))
 
 
-def _either(zeros):
-    return ALWAYS if any(x is ALWAYS for x in zeros) else frozenset().union(*zeros)
+def _either(zeros: Sequence[Zero]) -> Zero:
+    some = [x for x in zeros if x is not ALWAYS]
+    return ALWAYS if len(some) < len(zeros) else frozenset().union(*some)
 
 
-def _both(zeros):
+def _both(zeros: Sequence[Zero]) -> Zero:
     some = [x for x in zeros if x is not ALWAYS]
     return frozenset.intersection(*some) if some else ALWAYS
 
 
-def _zero(frame, eqn, ins, atoms) -> list[Zero]:
+def _zero(frame: Frame, eqn: Any, ins: list[Zero], atoms: Atoms) -> list[Zero]:
     name, count = eqn.primitive.name, len(eqn.outvars)
     inner = frame.inner.get(id(eqn), ())
     if name in POINTWISE:
@@ -127,7 +129,7 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
     return [frozenset()] * count
 
 
-def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
+def _broadcast(frame: Frame, eqn: Any, v: Any, zero: Zero, atoms: Atoms) -> Zero:
     """Returns the axes in the set `zero`, except the axes along which the equation broadcasts its
     operand `v`."""
     if not zero:
@@ -136,12 +138,12 @@ def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
     return zero - _atoms_of([out for axis, out in pairs if not atoms.expand(axis)], atoms)
 
 
-def _summed(axes, zero, atoms, why):
+def _summed(axes: Iterable[Axis], zero: Zero, atoms: Atoms, why: str) -> None:
     for atom in frozenset() if zero is ALWAYS else _atoms_of(axes, atoms) - zero:
         atoms.freeze(why, (atom,))
 
 
-def _bounded(eqn, name, ins) -> Zero:
+def _bounded(eqn: Any, name: str, ins: Sequence[Zero]) -> Zero:
     """max(x, c) for c <= 0, min(x, c) for c >= 0, and clamp(a, x, b) for a <= 0 <= b are zero
     wherever x is zero."""
     value = lambda v: v.val if isinstance(v, _jax.Literal) else None
@@ -154,7 +156,7 @@ def _bounded(eqn, name, ins) -> Zero:
     return _both(ins)
 
 
-def _multiplied(axes, ins, atoms) -> Zero:
+def _multiplied(axes: AxisMap, ins: Sequence[Zero], atoms: Atoms) -> Zero:
     """Returns the axes along which zeros in the parameters imply zeros in a matrix product or
     convolution.
 
@@ -174,17 +176,18 @@ def _multiplied(axes, ins, atoms) -> Zero:
     )
     # The letters of the map are atoms, which later equations may have joined or split.
     current = lambda letters: frozenset(atoms.expand(tuple(letters)))
-    either = _either(ins[:2])
+    lhs, rhs = ins[:2]
+    either = _either((lhs, rhs))
     _summed([tuple((left & right) - result)], either, atoms, "multiplied by itself and summed over")
-    if either is ALWAYS:
+    if lhs is ALWAYS or rhs is ALWAYS or either is ALWAYS:
         return ALWAYS
     shared = current(left & right & result)
     only_left, only_right = current((left - right) & result), current((right - left) & result)
     found = either & (shared | only_left | only_right)
-    return found - (only_left - ins[0]) - (only_right - ins[1])
+    return found - (only_left - lhs) - (only_right - rhs)
 
 
-def _scanned(inner, eqn, ins, atoms):
+def _scanned(inner: Frame, eqn: Any, ins: Sequence[Zero], atoms: Atoms) -> list[Zero]:
     parts = scan(eqn)
     consts, carry, slices = parts.split(ins)
     while True:
