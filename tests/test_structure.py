@@ -23,7 +23,7 @@ IMPORTS = {
     "introspect": "_jax _util cost hardware jaxpr layers transforms",
     "compress": "_util axes cost hardware jaxpr transforms",
     "models": "_util compress jaxpr layers transforms",
-    "export": "_jax jaxpr layers",
+    "export": "_jax _util jaxpr layers",
     "serve": "export transforms",
     "training": "_jax _util cost hardware introspect jaxpr layers parallel transforms",
     "search": "_jax cost jaxpr parallel training transforms",

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 
 from fnet import _jax, jaxpr
+from fnet._util import _safetensors
 from fnet.export import _examples, _stable
 from fnet.export._entry import PLATFORMS
 from fnet.export.standalone import (
@@ -34,7 +36,6 @@ from fnet.export.standalone import (
 
 WINDOW = datetime.timedelta(days=180)  # JAX guarantees six months
 _ALIGNMENT = 64  # of the weights in the file
-_CODES = {name: code for code, name in _reader.DTYPES.items()}
 _LARGEST_TEST = 1 << 22  # elements in the random inputs of a check, such as caches
 
 
@@ -245,6 +246,7 @@ def _readers() -> dict[str, bytes]:
         "rounding.py": _rounding,
         "signature.py": _signature,
         "sizes.py": _sizes,
+        "tensor_table.py": _safetensors,
     }
     files = {name: Path(module.__file__).read_bytes() for name, module in ours.items()}
     files["__main__.py"] = (
@@ -284,31 +286,24 @@ def _tensors(archive, name, arrays) -> dict:
     """Writes a safetensors file to the archive. The file is uncompressed and aligned, so that a
     reader can map it into memory."""
     order = sorted(arrays, key=lambda key: (-arrays[key].dtype.itemsize, key))
-    header, end = {}, 0
+    entries = {}
     for key in order:
-        array = arrays[key]
-        if str(array.dtype) not in _CODES:
+        shape, dtype = arrays[key].shape, arrays[key].dtype
+        if str(dtype) not in _safetensors.CODES:
             raise ValueError(
-                f"Program.save: {key!r} has dtype {array.dtype}, which safetensors files cannot "
-                f"hold"
+                f"Program.save: {key!r} has dtype {dtype}, which safetensors files cannot hold"
             )
-        size = int(np.prod(array.shape, dtype=np.int64)) * array.dtype.itemsize
-        header[key] = {
-            "dtype": _CODES[str(array.dtype)],
-            "shape": list(array.shape),
-            "data_offsets": [end, end + size],
-        }
-        end += size
-    head = _json(header)
-    head += b" " * (-(8 + len(head)) % _ALIGNMENT)
-    total, digest, info = 8 + len(head) + end, hashlib.sha256(), _info(name, zipfile.ZIP_STORED)
+        entries[key] = _safetensors.CODES[str(dtype)], shape, math.prod(shape) * dtype.itemsize
+    head = _safetensors.header(entries, _ALIGNMENT)
+    total = len(head) + sum(size for _, _, size in entries.values())
+    digest, info = hashlib.sha256(), _info(name, zipfile.ZIP_STORED)
     large = total >= zipfile.ZIP64_LIMIT
     start = archive.fp.tell() + 30 + len(name) + (20 if large else 0) + 4
     info.extra = struct.pack("<HH", 0xD935, -start % _ALIGNMENT) + b"\0" * (-start % _ALIGNMENT)
     info.file_size = total
     with archive.open(info, "w", force_zip64=large) as opened:
         parts = itertools.chain(
-            [struct.pack("<Q", len(head)) + head],
+            [head],
             (
                 np.ascontiguousarray(np.asarray(arrays[key])).reshape(-1).view(np.uint8).data
                 for key in order

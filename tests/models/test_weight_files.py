@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from fnet._util import _safetensors
 from fnet.models.weights import _llama2c, _tensors
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -32,7 +33,9 @@ def sharded(folder, **index):
 
 def test_dtypes_and_shapes(tmp_path):
     arrays = {
-        name: np.ones((2, 3), dtype) for name, dtype in _tensors.DTYPES.items() if name != "F8_E5M2"
+        name: np.ones((2, 3), dtype)
+        for name, dtype in _safetensors.DTYPES.items()
+        if name != "F8_E5M2"
     }
     arrays |= {"scalar": np.array(3, np.float64), "empty": np.zeros((0, 4), np.float32)}
     _tensors.write(tmp_path / "new" / "x.safetensors", arrays, {"format": "pt"})

@@ -134,7 +134,7 @@ READERS = {
     "IDX": (idx, _image_formats.read_idx),
     "CIFAR-10": (cifar, lambda path: _image_formats._parse_cifar(path, path.read_bytes())),
     "CIFAR-10's archive": (archive, _image_formats._read_archive),
-    "safetensors": (safetensors, lambda path: _tensors._safetensors(path)),
+    "safetensors": (safetensors, lambda path: _tensors._mapped(path)),
     "llama2.c": (llama, lambda path: _llama2c.read(path)),
     "config.json": (config, lambda path: tr.load_config(Run, path)),
     "manifest.json": (manifest, read_manifest),

@@ -1,13 +1,13 @@
 """Reads a bundle (the file of an exported model), which is a zip archive with checksums.
 
-Every bundle (file of an exported model) contains a copy of this module as reader.py. This module
-imports only NumPy. The reader treats the file as untrusted: it checks every size before it
-allocates memory, and it executes and unpickles nothing in the file.
+Every bundle (file of an exported model) contains a copy of this module as reader.py. Besides the
+standard library it needs only NumPy and the copy of `fnet._util._safetensors` beside it,
+tensor_table.py. The reader treats the file as untrusted: it checks every size before it allocates
+memory, and it executes and unpickles nothing in the file.
 """
 
 import hashlib
 import json
-import math
 import mmap
 import re
 import struct
@@ -15,33 +15,13 @@ import zipfile
 import zlib
 from pathlib import Path
 
-import numpy as np
-
-try:  # bfloat16 and the 8-bit floating-point types, which JAX installs
-    import ml_dtypes  # noqa: F401
-except ImportError:
-    pass
+if __package__:
+    from fnet._util import _safetensors as tensor_table
+else:  # in a bundle, whose copy has a name that hides no library
+    import tensor_table
 
 FORMAT, VERSION = "fnet bundle", 1
 MANIFEST, WEIGHTS, TESTS = "manifest.json", "weights.safetensors", "tests.safetensors"
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 _COMMENT = b"sha256:"  # the archive's comment: the digest of everything before it
 _DIGEST = len(_COMMENT) + 64
 _DIRECTORY = 1 << 22  # bytes of the archive's directory
@@ -167,45 +147,12 @@ class Archive:
         if info.compress_type != zipfile.ZIP_STORED:
             raise self.error(f"{name} is compressed; tensors must not be")
         try:
-            return self._tensors(name, start, info.file_size)
+            table = tensor_table.read(self._map, start=start, total=info.file_size, most=_JSON)
+            return table.arrays(self._map)
         except _INVALID as error:
-            if isinstance(error, BundleError):
-                raise
             raise self.error(
                 f"{name}: its header is invalid ({error or type(error).__name__})"
             ) from None
-
-    def _tensors(self, name, start, total):
-        length = int.from_bytes(self._map[start : start + 8], "little")
-        if not 2 <= length <= min(_JSON, total - 8):
-            raise self.error(f"{name} states a header of {length:,} bytes")
-        header = json.loads(self._map[start + 8 : start + 8 + length].decode())
-        header.pop("__metadata__", None)
-        data, end, arrays = start + 8 + length, 0, {}
-        for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape, (low, high) = (
-                np.dtype(DTYPES[entry["dtype"]]),
-                entry["shape"],
-                entry["data_offsets"],
-            )
-            if (
-                not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, low, high))
-                or len(shape) > 32
-            ):
-                raise self.error(f"{name}: {key!r} has an invalid shape or position")
-            count = math.prod(shape)
-            if low != end or high - low != count * dtype.itemsize or 8 + length + high > total:
-                raise self.error(
-                    f"{name}: {key!r} has {high - low:,} bytes at {low:,}; expected "
-                    f"{count * dtype.itemsize:,} at {end:,}"
-                )
-            end = high
-            arrays[key] = (
-                np.frombuffer(self._map, dtype, count, data + low) if count else np.empty(0, dtype)
-            ).reshape(shape)
-        if 8 + length + end != total:
-            raise self.error(f"{name} has {total:,} bytes; its tensors end at {8 + length + end:,}")
-        return arrays
 
     def _check_end(self, verify):
         """Checks the end of the archive before its directory is read. If `verify` is true, also

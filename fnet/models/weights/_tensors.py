@@ -7,7 +7,6 @@ Files are memory-mapped for reading. Pickles are never loaded: `read` raises an 
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import re
@@ -15,29 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from fnet._util import _safetensors
 from fnet.models.weights import _llama2c
 
-DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "C64": np.complex64,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
 INDEX, SINGLE, LLAMA2C = "model.safetensors.index.json", "model.safetensors", "model.bin"
 ADAPTER = "adapter_model.safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -73,7 +54,7 @@ def read(path: Path) -> Tensors:
     if file.name.endswith(".index.json"):
         return _shards(file)
     if file.suffix == ".safetensors":
-        return _safetensors(file)
+        return _mapped(file)
     if file.suffix in _PICKLES or _pickled(file):
         raise ValueError(
             f"{file} is a pickle, which can run arbitrary code when it is opened; convert it to "
@@ -196,43 +177,24 @@ def aligned(shape, dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _safetensors(file: Path) -> Tensors:
-    from safetensors import SafetensorError, safe_open
-
+def _mapped(file: Path) -> Tensors:
+    """Returns the tensors of one safetensors file, as views of the memory-mapped file."""
+    size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-    if _HEADER < length <= file.stat().st_size:
+        raw = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    if _HEADER < length <= size:
         raise ValueError(
             f"{file} is not a safetensors file of a model: its header has {length:,} bytes, "
-            f"expected at "
-            f"most {_HEADER:,}"
+            f"expected at most {_HEADER:,}"
         )
     try:
-        # The library checks that all arrays are within the file, without overlaps and gaps.
-        with safe_open(file, framework="np") as opened:
-            metadata = opened.metadata() or {}
-            heads = [(key, opened.get_slice(key)) for key in opened.offset_keys()]
-            heads = [(key, head.get_dtype(), tuple(head.get_shape())) for key, head in heads]
-    except SafetensorError as error:
+        table = _safetensors.read(raw, total=size, most=_HEADER)
+    except _safetensors.Unsupported as error:
+        raise ValueError(f"{file}: {error}") from None
+    except ValueError as error:
         raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
-    with file.open("rb") as opened:
-        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    at = 8 + int.from_bytes(mapped[:8], "little")
-    arrays = {}
-    for key, kind, shape in heads:  # in the order of the file, without gaps
-        if kind not in DTYPES:
-            raise ValueError(f"{file}: {key!r} has dtype {kind}, which fnet does not support")
-        dtype, count = np.dtype(DTYPES[kind]), math.prod(shape)
-        try:
-            arrays[key] = (
-                np.frombuffer(mapped, dtype, count, at).reshape(shape)
-                if count
-                else np.empty(shape, dtype)
-            )
-        except ValueError as error:  # an axis is too long for NumPy, and another axis has length 0
-            raise ValueError(f"{file}: {key!r} has shape {shape}: {error}") from None
-        at += count * dtype.itemsize
-    return Tensors(file, arrays, metadata)
+    return Tensors(file, table.arrays(raw), table.metadata)
 
 
 def shards(index: Path) -> tuple[dict[str, str], list[str]]:
@@ -273,7 +235,7 @@ def _shards(index: Path) -> Tensors:
         )
     arrays, metadata = {}, {}
     for name in names:
-        shard = _safetensors(index.parent / name)
+        shard = _mapped(index.parent / name)
         for key in shard.arrays:
             if where.get(key) != name:
                 raise ValueError(

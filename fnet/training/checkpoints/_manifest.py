@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from fnet._util import _safetensors
 from fnet.training.checkpoints._leaves import DTYPES
 from fnet.training.checkpoints._storage import Readable, Reader, StorePath
 
@@ -35,23 +36,6 @@ MANIFEST, FORMAT, VERSION = "manifest.json", "fnet checkpoint", 1
 FILE = re.compile(r"arrays-\d{1,6}(-[0-9a-f]{16})?\.safetensors")
 _SEAL = b'"blake2b": "%s"}\n'
 _LIMIT = 1 << 28  # bytes of a manifest: a million leaves
-_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 # Bytes of each; an int has as many as it needs.
 _PYTHON = {"bool": 1, "int": None, "float": 8, "complex": 16}
 
@@ -73,20 +57,8 @@ def write_arrays(
       [begin, end], "crc32": checksum}. Each dict of the list contains the byte range and the CRC-32
       of one array in the file.
     """
-    header, places, at = {}, [], 0
-    for name, array in arrays:
-        kind, shape = _SAFETENSORS.get(array.dtype.name), list(array.shape)
-        if kind is None:  # stored as bytes; the manifest contains the dtype
-            kind, shape = (
-                "U8",
-                shape if array.dtype.itemsize == 1 else [*shape, array.dtype.itemsize],
-            )
-        name = f"leaf:{name}" if name in ("", "__metadata__") else name
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + array.nbytes]}
-        at += array.nbytes
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    head = len(head).to_bytes(8, "little") + head
+    head = _safetensors.header(dict(_entry(name, array) for name, array in arrays))
+    places = []
     begin, total = len(head), zlib.crc32(head)
     with _sink(path) as file:
         file.write(head)
@@ -98,6 +70,19 @@ def write_arrays(
             file.write(raw)
             begin += len(raw)
     return {"bytes": begin, "crc32": total}, places
+
+
+def _entry(name: str, array: np.ndarray) -> tuple[str, tuple[str, tuple[int, ...], int]]:
+    """Returns the name of an array in the file, and its entry in the header."""
+    if name in ("", "__metadata__"):
+        name = f"leaf:{name}"
+    code, shape = _safetensors.CODES.get(array.dtype.name), array.shape
+    # Other dtypes are stored as bytes; the manifest contains the dtype. So is C64, which came late to
+    # the format, and which earlier releases of fnet did not write either.
+    if code is None or code == "C64":
+        code = "U8"
+        shape = shape if array.dtype.itemsize == 1 else (*shape, array.dtype.itemsize)
+    return name, (code, shape, array.nbytes)
 
 
 @contextlib.contextmanager
