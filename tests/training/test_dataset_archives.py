@@ -85,6 +85,33 @@ def test_archives_that_are_not_the_authors(tmp_path):
     one_sentence(cifar_error(tmp_path, cifar_archive(files)), "holds no data_batch_5.bin; delete")
 
 
+def test_damage_after_the_last_image_is_noticed(tmp_path):
+    """tarfile takes a damaged header for the end of the archive, and does not read gzip's checksum."""
+    good = cifar_archive(cifar_files())
+    checksum = bytearray(good)
+    checksum[-6] ^= 1
+    one_sentence(cifar_error(tmp_path, bytes(checksum)), "CRC check failed")
+    header = bytearray(gzip.decompress(good))
+    with tarfile.open(fileobj=io.BytesIO(good)) as archive:
+        last = archive.getmembers()[-1]
+    assert last.name.endswith("batches.meta.txt")
+    header[last.offset + 100] ^= 1
+    one_sentence(cifar_error(tmp_path, gzip.compress(header)), "a member's header is damaged")
+
+
+@pytest.mark.parametrize("kind", [b"g", b"x", b"L", b"K"])
+def test_no_header_of_an_archive_makes_the_reader_allocate(tmp_path, kind):
+    import tracemalloc
+
+    blob = gzip.compress(member(kind=kind, size=40 << 20) + bytes(40 << 20), 1)
+    tracemalloc.start()
+    try:
+        cifar_error(tmp_path, blob)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_hostile_archive_writes_nothing_and_stops(tmp_path):
     hostile = [("../../escaped.bin", b"x"), ("/tmp/fnet-escaped.bin", b"x")]
     place = tmp_path / "a" / "b"

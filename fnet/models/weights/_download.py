@@ -77,6 +77,9 @@ def download(repository: str, revision: str | None, cache: Path) -> Path:
             repository, revision=revision, files_metadata=True
         )
         files = {file.rfilename: file for file in info.siblings or ()}
+        # One after the other, verified at once, and not by snapshot_download: it compares no
+        # checksums and downloads the weights beside the other files, so that a snapshot looks
+        # complete when config.json was damaged or has yet to come.
         for name in _needed(what, list(files)):
             cached = huggingface_hub.try_to_load_from_cache(
                 repository, name, cache_dir=cache, revision=info.sha
