@@ -9,7 +9,7 @@ are processes on the same cores. The servers are measured one after the other. T
 random, which does not change the time. The FastAPI server receives and returns raw bytes, runs
 onnxruntime in FastAPI's threads, and does not batch. "direct" calls the exported bundle in threads
 of one process. Every response of a server is compared with the result of the bundle. This benchmark
-needs the packages of fnet[bench,serve,onnx].
+needs `pip install -e '.[bench,serve,onnx]'`.
 """
 
 import argparse

@@ -7,7 +7,7 @@ Without --file, the sentences are compared with each other. With --file, the lin
 are most similar to each sentence are printed. --weights names the file or folder of the weights.
 Without --weights, the program looks for the weights of the model in ~/.cache/fnet and in Hugging
 Face's cache. If there are no weights, the error states what to download. vocab.txt must be in the
-folder of the weights (pip install 'fnet[tokenizers]').
+folder of the weights (pip install tokenizers).
 """
 
 import dataclasses

@@ -11,7 +11,7 @@
 --weights names a file, a folder or a repository. Without --weights, the program looks for the
 weights of the model in ~/.cache/fnet and in Hugging Face's cache. If there are no weights, the
 error states what to download. The tokenizer is read from the folder of the weights: tokenizer.bin
-(llama2.c), characters.json, or tokenizer.json (pip install 'fnet[tokenizers]').
+(llama2.c), characters.json, or tokenizer.json (pip install tokenizers).
 """
 
 import dataclasses

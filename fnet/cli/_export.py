@@ -16,8 +16,8 @@ def define(commands: Any) -> None:
         "export",
         help="export the trained model of a run",
         description="Exports the model of a run's folder, which contains model.json "
-        "(export.record). onnx and litert need the packages of fnet[onnx] and "
-        "fnet[litert], web those of fnet[onnx] and the npm package onnxruntime-web.",
+        "(export.record). onnx needs the packages onnx and onnxruntime, litert those of LiteRT, and "
+        "web those of onnx and the npm package onnxruntime-web.",
     )
     export.add_argument("run", help="folder of the run, such as runs/digits")
     export.add_argument(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_DESCRIPTION = """Serves bundles by the Open Inference Protocol, version 2 (REST). Needs the packages of fnet[serve].
+_DESCRIPTION = """Serves bundles by the Open Inference Protocol, version 2 (REST). Needs starlette and uvicorn.
 
   fnet serve digits.fnet                          http://127.0.0.1:8000, with a page for trying the model
   fnet serve digits=new.fnet digits:1=old.fnet    two versions of a model

@@ -63,7 +63,7 @@ def define(commands: Any) -> None:
         "--sampler",
         choices=["sobol", "random", "bayesian"],
         default="sobol",
-        help="method that selects the hyperparameters; bayesian needs fnet[search] (default: "
+        help="method that selects the hyperparameters; bayesian needs optuna (default: "
         "%(default)s)",
     )
     parser.add_argument(

@@ -134,7 +134,8 @@ class Program:
         in onnxruntime with the outputs of the program.
 
         Size variables (see `export.spec`) remain symbolic, scans become Loops, and nodes are named
-        after their scopes. This method needs fnet[onnx].
+        after their scopes. This method needs the packages onnx and
+        onnxruntime.
 
         Args:
             path: the file to write, such as "digits.onnx".
@@ -179,8 +180,8 @@ class Program:
         Compares the outputs in LiteRT with the outputs of the program.
 
         In the LiteRT model, all sizes are fixed, and scans are unrolled. This method needs
-        fnet[litert], but not TensorFlow. The method is experimental, because
-        litert-converter has no public API.
+        the packages litert-converter, ai-edge-litert and ai-edge-quantizer, but not TensorFlow. The
+        method is experimental, because litert-converter has no public API.
 
             program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])
 

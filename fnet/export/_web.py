@@ -33,7 +33,8 @@ def web(
 
     The folder contains the page, the program as an ONNX file, and onnxruntime-web, which runs the
     program in the browser. All files are static, so any web server can serve the folder, and the
-    page loads nothing from other hosts. `web` needs fnet[onnx] and the npm package onnxruntime-web.
+    page loads nothing from other hosts. `web` needs the packages onnx and onnxruntime, and the npm
+    package onnxruntime-web.
 
         export.web(program, "site", labels=range(10))       # npm install onnxruntime-web
         # python -m http.server --directory site

@@ -20,8 +20,9 @@ from typing import Any
 import jax
 import numpy as np
 
+import fnet
 from fnet import _jax, jaxpr
-from fnet._util import _safetensors
+from fnet._util import _missing, _safetensors
 from fnet.export import _examples, _stable
 from fnet.export._entry import PLATFORMS
 from fnet.export.standalone import (
@@ -117,7 +118,8 @@ def save(
         "created": today.isoformat(),
         "read_until": (today + WINDOW).isoformat(),
         "versions": {
-            name: importlib.metadata.version(name) for name in ("fnet", "jax", "jaxlib", "numpy")
+            "fnet": fnet.__version__,
+            **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
         },
         "requires": {
             "portable": list(PLATFORMS),
@@ -177,10 +179,8 @@ def write(
 def _serialized(exported, differentiable) -> bytes:
     try:
         return bytes(exported.serialize(vjp_order=int(differentiable)))
-    except ImportError:
-        raise ImportError(
-            "bundles need flatbuffers, which JAX does not install: pip install flatbuffers"
-        ) from None
+    except ImportError as error:
+        raise ImportError(_missing.message("bundles need", "flatbuffers", error=error)) from None
 
 
 def _custom_calls(exported) -> set:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fnet._util import _missing
 from fnet.hardware._chips import chips, systems
 from fnet.hardware._formula import flop_per_dollar
 
@@ -99,9 +100,7 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "plots need matplotlib, which is not installed: pip install 'fnet[experiments]'"
-        ) from None
+        raise ModuleNotFoundError(_missing.message("plots need", "matplotlib")) from None
     figure = Figure(layout="constrained", figsize=(15, 8))
     for axis, per in zip(figure.subplots(1, 2), _TITLES):
         points = history(per)

@@ -85,7 +85,7 @@ def load(
 
     If the weights are not given by a path, `load` searches fnet's cache (~/.cache/fnet) and Hugging
     Face's cache. If neither fnet's nor Hugging Face's cache has the weights, `load` downloads them
-    from Hugging Face's hub into Hugging Face's cache (this needs `pip install 'fnet[hub]'`). `load`
+    from Hugging Face's hub into Hugging Face's cache (this needs `pip install huggingface_hub`). `load`
     downloads only config.json, generation_config.json, preprocessor_config.json, the files of the
     tokenizer and *.safetensors, but no pickles or code. The next call of `load` continues an
     interrupted download, without downloading complete files again. Each downloaded file must have

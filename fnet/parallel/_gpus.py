@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnet._util import _missing
+
 # {name in the catalog: the properties that XLA reads from a device}. The values are from NVIDIA's
 # white papers about the architectures and from CUDA's device query.
 CONFIGURATIONS = {
@@ -51,7 +53,9 @@ def devices(chip, each: int, machines: int = 1) -> tuple[list | None, str]:
             ).devices
         ), ""
     except (NotImplementedError, RuntimeError):
-        return None, (
-            "compiling for CUDA needs JAX's plugin: python -m pip install --no-deps "
-            f"jax-cuda13-pjrt=={jax.__version__} jax-cuda13-plugin=={jax.__version__}"
+        return None, _missing.message(
+            "compiling for CUDA needs",
+            f"jax-cuda13-pjrt=={jax.__version__}",
+            f"jax-cuda13-plugin=={jax.__version__}",
+            options=["--no-deps"],
         )

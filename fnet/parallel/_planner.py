@@ -96,7 +96,7 @@ def plan(
             "local" means all devices of this run. A name specifies a slice of TPUs ("v5e:16x16", or
             "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8" for four machines with eight GPUs each),
             a chip ("RTX 3080"), or a system ("dgx-1"). Default "local". To compile for TPUs that
-            are not attached, install libtpu (`pip install 'fnet[tpu-plan]'`). With JAX's CUDA
+            are not attached, install libtpu (`pip install libtpu`). With JAX's CUDA
             plugin, `plan` can also compile for two types of GPUs that are not attached: A100 SXM4
             80GB and H100 SXM5 80GB. If the step cannot be compiled for the devices, the returned
             plan contains only estimates, and the printed plan states this.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 
 from fnet import hardware
+from fnet._util import _missing
 from fnet.parallel import _gpus
 
 # kind of a slice -> (name in the catalog, number of axes of its torus, minimum length of an axis
@@ -223,8 +224,7 @@ def _slice(name, kind, shape, slices) -> Target:
         )
     if importlib.util.find_spec("libtpu") is None:
         return here._replace(
-            why="libtpu is not installed; it compiles for TPUs that are not attached: pip install "
-            "'fnet[tpu-plan]'"
+            why=_missing.message("compiling for TPUs that are not attached needs", "libtpu")
         )
     from jax.experimental import topologies
 

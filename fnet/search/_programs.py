@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fnet._util import _missing
 from fnet.cost import count, roofline
 from fnet.search._space import Choice, Integer, LogUniform, Space
 
@@ -149,7 +150,7 @@ class Bayesian:
     """Bayesian optimization of hyperparameters with the tree-structured Parzen estimator of Optuna.
 
     Bayesian optimization selects the next points of the space (sets of hyperparameters) from the
-    scores of the previous points. `search.Bayesian` needs Optuna (`pip install 'fnet[search]'`).
+    scores of the previous points. `search.Bayesian` needs Optuna (`pip install optuna`).
 
         search_ = search.Bayesian(space, seed=0)
         for _ in range(20):
@@ -172,8 +173,7 @@ class Bayesian:
             import optuna
         except ModuleNotFoundError:
             raise ModuleNotFoundError(
-                "Bayesian optimization needs Optuna, which is not installed: "
-                "pip install 'fnet[search]'"
+                _missing.message("Bayesian optimization needs", "optuna")
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna

@@ -1,4 +1,4 @@
-"""A server for bundles (exported models), which needs the packages of fnet[serve].
+"""A server for bundles (exported models), which needs the packages starlette and uvicorn.
 
 The server combines requests into batches, implements the Open Inference Protocol, streams generated
 texts, and reports metrics.

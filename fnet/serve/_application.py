@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import fnet
+from fnet._util import _missing
 from fnet.export.standalone._reader import BundleError
 from fnet.serve import _protocol
 from fnet.serve._batching import Full
@@ -38,7 +39,7 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
         A Starlette application. Models are compiled when the application starts.
 
     Raises:
-        ImportError: Starlette is not installed (fnet[serve]).
+        ImportError: Starlette is not installed.
         ValueError, BundleError, OSError: a file or an option is not valid.
 
     >>> import tempfile
@@ -54,9 +55,9 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
         from starlette.exceptions import HTTPException
         from starlette.responses import JSONResponse
         from starlette.routing import Route
-    except ImportError:
+    except ImportError as error:
         raise ImportError(
-            "fnet.serve needs Starlette and uvicorn: pip install 'fnet[serve]'"
+            _missing.message("fnet.serve needs", "starlette", "uvicorn", error=error)
         ) from None
     server = _Server(files, options or Options())
     add = lambda path, function, method="GET": Route(
@@ -244,7 +245,7 @@ class _Server:
         return _json(
             {
                 "name": "fnet",
-                "version": importlib.metadata.version("fnet"),
+                "version": fnet.__version__,
                 "extensions": list(_protocol.EXTENSIONS),
             }
         )

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fnet._util import _missing
 from fnet.serve._application import application
 from fnet.serve._options import Options
 
@@ -33,7 +34,7 @@ def run(
             compiled. Default: a function that does nothing.
 
     Raises:
-        ImportError: Starlette or uvicorn is not installed (fnet[serve]).
+        ImportError: Starlette or uvicorn is not installed.
         ValueError, BundleError, OSError: a file or an option is not valid, or the port is in use.
 
     >>> serve.run(["absent.fnet"])
@@ -42,8 +43,12 @@ def run(
     """
     options = options or Options()
     app = application(files, options)
-    import uvicorn
-
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ImportError(
+            _missing.message("fnet.serve needs", "starlette", "uvicorn", error=error)
+        ) from None
     config = uvicorn.Config(
         app,
         options.host,

@@ -232,9 +232,10 @@ def test_errors(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "litert_converter", None)
     with pytest.raises(
         ImportError,
-        match=r"LiteRT needs the packages litert-converter, ai-edge-litert and ai-edge-quantizer: pip "
-        r"install 'fnet\[litert\]'. They exist for some versions of Python and systems alone; this is "
-        r"Python 3\.\d+ on \w+",
+        match=r"LiteRT needs the packages litert-converter, ai-edge-litert and ai-edge-quantizer "
+        r"\(.*litert_converter.*\): pip install litert-converter==0\.5\.0 'ai-edge-litert==2\.3\.\*' "
+        r"'ai-edge-quantizer==0\.10\.\*'\. They exist for some versions of Python and systems alone; "
+        r"this is Python 3\.\d+ on \w+",
     ):
         program.litert(tmp_path / "f.tflite")
     assert not (tmp_path / "f.tflite").exists()

@@ -50,5 +50,5 @@ def test_without_matplotlib(monkeypatch):
         return load(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'fnet\[experiments\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"plots need .*: pip install matplotlib$"):
         hw.plot()

@@ -252,7 +252,7 @@ def test_without_the_library(hub, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
         FileNotFoundError,
-        match=r"which is not installed: pip install 'fnet\[hub\]'\): "
+        match=r"which is not installed: pip install huggingface_hub\): "
         "download it with 'hf download org/small-gpt'",
     ):
         pretrained.load(NAME)

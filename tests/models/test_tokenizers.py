@@ -320,10 +320,10 @@ def test_without_the_library(name, tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as error:
         models.read_tokenizer(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path / name} needs the library tokenizers, which is not installed: "
-        "pip install 'fnet[tokenizers]'"
+        f"{tmp_path / name} needs the package tokenizers, which is not installed: "
+        "pip install tokenizers"
     )
-    with pytest.raises(ModuleNotFoundError, match=r"^WordPiece needs the library tokenizers"):
+    with pytest.raises(ModuleNotFoundError, match=r"^WordPiece needs the package tokenizers"):
         models.WordPiece(models.WordPiece.SPECIAL)
 
 

@@ -403,7 +403,7 @@ def test_without_sentencepiece(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(
         ModuleNotFoundError,
-        match=r"tokenizer\.model needs the library sentencepiece, which is not "
-        r"installed \(sentencepiece\): pip install 'fnet\[sentencepiece\]'",
+        match=r"tokenizer\.model needs the packages sentencepiece and protobuf \(.*sentencepiece.*\): "
+        r"pip install sentencepiece protobuf$",
     ):
         models.read_tokenizer(HERE / "llama")

@@ -133,7 +133,11 @@ def test_an_estimate_says_so_and_what_it_costs(no_compilers):
     plan = parallel.plan(*language_model(512), devices="v5e:16x16")
     text = plan.explain()
     assert text.startswith("256 x TPU v5e, 16.0 GiB each: ") and "mesh: data 256" in text
-    assert "This is an estimate: libtpu is not installed" in text and " compiled" not in text
+    why = (
+        "compiling for TPUs that are not attached needs the package libtpu, which is not "
+        "installed: pip install libtpu"
+    )
+    assert f"This is an estimate: {why}." in text and " compiled" not in text
     assert re.search(
         r"at that speed \(estimated\): \$\S+ a step, \$\S+ a million tokens \(\$1.2 an hour", text
     )

@@ -78,7 +78,9 @@ def test_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ModuleNotFoundError) as error:
         datasets.load("digits")
-    one_sentence(error, "digits comes with scikit-learn, which is missing: pip install")
+    one_sentence(
+        error, "digits needs the package scikit-learn, which is not installed: pip install"
+    )
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_the_loop_reads_a_mapped_file(mapped):
 
 @pytest.mark.skipif(
     importlib.util.find_spec("grain") is None,
-    reason="Grain is not installed: pip install 'fnet[grain]'",
+    reason="Grain is not installed: pip install grain",
 )
 def test_grain_is_a_function_of_the_step():
     import grain

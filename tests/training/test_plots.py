@@ -57,6 +57,6 @@ def test_matplotlib_is_left_as_it_is():
 def test_without_matplotlib(monkeypatch, draw):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
-        ModuleNotFoundError, match=r"matplotlib, which is not installed: pip install 'fnet\[exp"
+        ModuleNotFoundError, match=r"matplotlib, which is not installed: pip install matplotlib$"
     ):
         draw()

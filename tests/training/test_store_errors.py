@@ -218,10 +218,10 @@ def test_access_that_is_refused_says_what_to_set(store, server, monkeypatch):
         tr.load("az://container/run")
 
 
-def test_without_obstore_the_extra_is_named(monkeypatch):
+def test_without_obstore_the_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(
         ModuleNotFoundError,
-        match=r"^gs://bucket: object stores need .* pip install 'fnet\[cloud\]'",
+        match=r"^gs://bucket: object stores need the package obstore .*: pip install obstore$",
     ):
         fit("gs://bucket/run")

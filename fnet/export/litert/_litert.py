@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from fnet._util import _missing
 from fnet.export import _evaluate, _examples, _stable
 from fnet.export._tree import described_leaves, size_variables
 from fnet.export.litert import _converter, _indices, _values
@@ -37,7 +38,6 @@ from fnet.export.litert._values import Unsupported
 from fnet.export.standalone import _outputs, _rounding, _signature
 
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}  # of the largest element
-_PACKAGES = "litert-converter, ai-edge-litert and ai-edge-quantizer"
 _LARGE = 2_000_000_000  # bytes of a file above which its flatbuffer does not contain the weights
 _SMALLEST = 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 224, 256
 
@@ -329,9 +329,15 @@ def _interpreter() -> Any:
     except ImportError as error:
         version = ".".join(map(str, sys.version_info[:2]))
         raise ImportError(
-            f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]'. They exist for "
-            f"some versions of Python and systems alone; this is Python {version} on "
-            f"{sys.platform} ({error})"
+            _missing.message(
+                "LiteRT needs",
+                "litert-converter==0.5.0",
+                "ai-edge-litert==2.3.*",
+                "ai-edge-quantizer==0.10.*",
+                error=error,
+                note=". They exist for some versions of Python and systems alone; this is Python "
+                f"{version} on {sys.platform}",
+            )
         ) from None
     return Interpreter
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fnet._util import _missing
 from fnet.export import _examples, _stable
 from fnet.export._choices import choices
 from fnet.export._tree import described_leaves, size_variables
@@ -29,7 +30,6 @@ _DIRECT = {
     **_products.OPERATIONS,
     **_fused.OPERATIONS,
 }
-_MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"
 
 
 class Unsupported(NotImplementedError):
@@ -51,8 +51,10 @@ def save(
     the arguments."""
     try:
         import onnx
-    except ImportError:
-        raise ImportError(_MISSING.format("onnx and onnxruntime")) from None
+    except ImportError as error:
+        raise ImportError(
+            _missing.message("ONNX needs", "onnx", "onnxruntime", error=error)
+        ) from None
     newest = onnx.defs.onnx_opset_version()
     if not OLDEST <= opset <= newest:
         raise ValueError(f"Program.onnx: opset={opset}: expected {OLDEST} to {newest}")
@@ -131,9 +133,14 @@ class _Check:
     def __init__(self, program, path, entry):
         try:
             import onnxruntime
-        except ImportError:
+        except ImportError as error:
             raise ImportError(
-                _MISSING.format("onnxruntime") + ", or write the model with check=False"
+                _missing.message(
+                    "the check of an ONNX model needs",
+                    "onnxruntime",
+                    error=error,
+                    note=", or write the model with check=False",
+                )
             ) from None
         self.program, self.path, self.entry, self.traced = (
             program,

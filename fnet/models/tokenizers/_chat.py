@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from fnet import layers as nn
+from fnet._util import _missing
 from fnet.models.generation._stream import pieces
 from fnet.models.tokenizers import _tokenizer_config
 from fnet.models.weights._config import read as read_json
@@ -49,7 +50,7 @@ class ChatTemplate:
         template = models.ChatTemplate.read(folder)
         text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
 
-    Chat templates are programs in the template language Jinja (`pip install 'fnet[chat]'`). Chat
+    Chat templates are programs in the template language Jinja (`pip install jinja2`). Chat
     templates run in a sandbox without access to Python, files or the network, and with limits on
     iterations and on the lengths of texts. As in transformers, templates may use loop controls,
     `raise_exception`, `strftime_now`, `tojson` and `{% generation %}`.
@@ -163,9 +164,7 @@ class ChatTemplate:
         try:
             from fnet.models.tokenizers import _sandbox
         except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                "chat templates need jinja2, which is not installed: pip install 'fnet[chat]'"
-            ) from None
+            raise ModuleNotFoundError(_missing.message("chat templates need", "jinja2")) from None
         values = {
             **self.tokens,
             **_plain("variables", variables),

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from fnet._util import _missing
+
 
 def library(what: object) -> Any:
     """Imports Hugging Face's library tokenizers for `what`, which the error message names.
@@ -16,10 +18,7 @@ def library(what: object) -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"{what} needs the library tokenizers, which is not installed: pip install "
-            "'fnet[tokenizers]'"
-        ) from None
+        raise ModuleNotFoundError(_missing.message(f"{what} needs", "tokenizers")) from None
     return tokenizers
 
 

@@ -140,7 +140,7 @@ class CharTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that uses Hugging Face's library tokenizers (`pip install 'fnet[tokenizers]'`).
+    """A tokenizer that uses Hugging Face's library tokenizers (`pip install tokenizers`).
 
     Use `HuggingFaceTokenizer` for vocabularies that fnet does not read itself.
     `HuggingFaceTokenizer` ignores padding and truncation settings of the file, so `encode` returns
@@ -155,7 +155,7 @@ class HuggingFaceTokenizer:
             - vocab.json, next to merges.txt: the byte-level BPE of GPT-2, RoBERTa and Qwen.
             - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of
               Llama, Gemma, T5 or XLM-R. The library sentencepiece reads the model (`pip install
-              'fnet[sentencepiece]'`).
+              sentencepiece protobuf`).
 
             For vocab.json and SentencePiece models, the class and the special tokens of the
             tokenizer are read from tokenizer_config.json, special_tokens_map.json and

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fnet._util import _missing
 from fnet.models.tokenizers import _tokenizer_config as config_file
 from fnet.models.weights._config import Config, Fields, Must, read
 from fnet.models.weights._files import LARGEST, SMALL, check_count, contents
@@ -327,8 +328,7 @@ def _sentencepiece(path, config):
         from sentencepiece import sentencepiece_model_pb2
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{path} needs the library sentencepiece, which is not installed ({error.name}): pip "
-            "install 'fnet[sentencepiece]'"
+            _missing.message(f"{path} needs", "sentencepiece", "protobuf", error=error)
         ) from None
     model = sentencepiece_model_pb2.ModelProto()
     try:

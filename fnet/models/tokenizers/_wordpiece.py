@@ -20,7 +20,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 class WordPiece:
     """BERT's tokenizer, which splits each word from left to right into the longest pieces in the
-    vocabulary. It needs Hugging Face's library tokenizers (`pip install 'fnet[tokenizers]'`).
+    vocabulary. It needs Hugging Face's library tokenizers (`pip install tokenizers`).
 
     First, the text is normalized as in BERT. Control characters are removed, and each white-space
     character becomes a space. Depending on the options of the tokenizer, Chinese characters become

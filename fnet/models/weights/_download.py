@@ -9,9 +9,9 @@ import hashlib
 import os
 from pathlib import Path
 
+from fnet._util import _missing
 from fnet.models.weights import _folder, _tensors
 
-_INSTALL = "pip install 'fnet[hub]'"
 _TRUE = ("1", "ON", "YES", "TRUE")
 _CHUNK = 1 << 22
 
@@ -36,9 +36,7 @@ def unavailable() -> str | None:
         # Not an attribute of the package until it is imported.
         from huggingface_hub import constants
     except ModuleNotFoundError:
-        return (
-            f"fnet downloads with the library huggingface_hub, which is not installed: {_INSTALL}"
-        )
+        return _missing.message("a download needs", "huggingface_hub")
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from fnet._util import _missing
 from fnet.compress import Int4, Int8, Quantized
 from fnet.layers._spec import put
 from fnet.models.language.decoder._decoder import Decoder
@@ -77,7 +78,7 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
         FileNotFoundError: the file `path` does not exist.
         ValueError: the file is damaged, has another architecture, lacks arrays of the model, or has
             fields or arrays that the model does not have.
-        ImportError: the package gguf is not installed (fnet[gguf]).
+        ImportError: the package gguf is not installed.
 
     Source: the specification of GGUF and the block formats of ggml (ggml-quants.c).
 
@@ -140,9 +141,9 @@ def _open(file: Path):
     is damaged, for example if a field extends beyond the end of the file."""
     try:
         from gguf import GGUFReader
-    except ImportError:
+    except ImportError as error:
         raise ImportError(
-            "pretrained.load_gguf needs the package gguf: pip install 'fnet[gguf]'"
+            _missing.message("pretrained.load_gguf needs", "gguf", error=error)
         ) from None
 
     class Reader(GGUFReader):

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from fnet._util import _missing
+
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 _SCHEMES = {  # what to set if the store refuses access
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (AWS_ENDPOINT_URL for another server than Amazon's)",
@@ -82,10 +84,9 @@ def write_whole(path: Path | StorePath, data: bytes) -> None:
 def _store(scheme: str, bucket: str) -> Any:
     try:
         from obstore import store
-    except ImportError:
+    except ImportError as error:
         raise ModuleNotFoundError(
-            f"{scheme}://{bucket}: object stores need the package obstore: pip install "
-            "'fnet[cloud]'"
+            _missing.message(f"{scheme}://{bucket}: object stores need", "obstore", error=error)
         ) from None
     if scheme == "memory":
         return _memory(bucket)

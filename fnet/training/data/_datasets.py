@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fnet._util import _missing
 from fnet._util._nearest import nearest
 from fnet.training.data._cache import data_folder
 from fnet.training.data._image_formats import (
@@ -236,9 +237,7 @@ def _read_digits():
     second."""
     package = importlib.util.find_spec("sklearn")
     if package is None:
-        raise ModuleNotFoundError(
-            "digits comes with scikit-learn, which is missing: pip install scikit-learn"
-        )
+        raise ModuleNotFoundError(_missing.message("digits needs", "scikit-learn"))
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if path.is_file():
         table = np.loadtxt(path, delimiter=",")

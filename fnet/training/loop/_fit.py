@@ -104,7 +104,7 @@ def fit(
         reports the fraction of time that the loop waited for batches ("time/data").
       steps: the total number of steps, including the steps of earlier calls with this workdir.
       workdir: the folder of the run, as a path or as a URL of an object store (s3://bucket/run,
-        gs://bucket/run or az://container/run). Object stores need `pip install 'fnet[cloud]'`.
+        gs://bucket/run or az://container/run). Object stores need `pip install obstore`.
         `fit` writes config.json, metrics.jsonl, events.jsonl, tensorboard/, checkpoints/ and, with
         `plan`, plan.txt to `workdir`. Default None: nothing is written.
       plan: the result of `parallel.plan(step, ...)`, which states how to divide the step among

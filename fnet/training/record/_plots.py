@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fnet._util import _missing
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -18,9 +20,7 @@ def _figure(**options) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "plots need matplotlib, which is not installed: pip install 'fnet[experiments]'"
-        ) from None
+        raise ModuleNotFoundError(_missing.message("plots need", "matplotlib")) from None
     return Figure(layout="constrained", **options)
 
 
