@@ -127,3 +127,38 @@ def test_one_module_finds_the_nearest_name():
     """ "Did you mean": the bounds and the words of these messages are in one place."""
     users = {str(path.relative_to(PACKAGE)) for path in FILES if "difflib" in imported(path)}
     assert users == {"_util/_nearest.py"}
+
+
+_WRITERS = {
+    "os": {"replace", "rename", "renames", "link", "symlink", "fsync", "fdatasync", "sync"},
+    "shutil": {"move"},
+    "tempfile": {"mkstemp", "mktemp", "NamedTemporaryFile"},
+}
+
+
+def replacements(path):
+    """Yields the calls in a file that rename files, sync them or give them temporary names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            known = _WRITERS.get(node.module, set())
+            yield from (f"{node.module}.{a.name}" for a in node.names if a.name in known)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner, name = ast.unparse(node.func.value), node.func.attr
+        if owner in _WRITERS:
+            if name in _WRITERS[owner]:
+                yield f"{owner}.{name}"
+        elif name in ("rename", "replace") and len(node.args) == 1 and not node.keywords:
+            yield f".{name}"  # a str has two arguments here, a dataclass keywords
+
+
+def test_files_are_replaced_and_synced_in_one_module():
+    """Files are written whole or not at all, and only fnet/_util/_files.py knows how."""
+    found = {str(path.relative_to(PACKAGE)): set(replacements(path)) for path in FILES}
+    assert {name: calls for name, calls in found.items() if calls} == {
+        "_util/_files.py": {"os.replace", "os.fsync"},
+        # Folders: a checkpoint is complete when its folder has its number, and `tidy` completes or
+        # takes back what a killed process has begun.
+        "training/checkpoints/_folder.py": {"os.rename"},
+        "layers/_interop_nnx.py": {".replace"},  # of a flax.nnx.Variable, not of a path
+    }

@@ -3,11 +3,13 @@ JSON files in the cache folder."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
-import tempfile
 from typing import Any
+
+from fnet._util import _files
 
 
 def cache_folder() -> pathlib.Path:
@@ -36,11 +38,6 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     """Replaces a file atomically. Failures to write the file are ignored, because the file is only
     a cache."""
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as beside:
-            new = pathlib.Path(beside, path.name)
-            new.write_text(json.dumps(content, indent=1))
-            os.replace(new, path)
-    except OSError:
-        pass
+        _files.write_json(path, content, indent=1)

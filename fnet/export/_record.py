@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fnet._util._files import write_json
 from fnet.export._spec import Spec, spec
 
 RECORD = "model.json"
@@ -99,9 +100,7 @@ def record(
         and {name: [float(x) for x in values] for name, values in standardize.items()},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{RECORD}.{os.getpid()}.partial"
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(partial, folder / RECORD)
+    write_json(folder / RECORD, data)
 
 
 def read_record(workdir: str | os.PathLike) -> Record:

@@ -23,6 +23,7 @@ import numpy as np
 import fnet
 from fnet import _jax, jaxpr
 from fnet._util import _missing, _safetensors
+from fnet._util._files import replacing
 from fnet.export import _examples, _stable
 from fnet.export._entry import PLATFORMS
 from fnet.export.standalone import (
@@ -147,8 +148,8 @@ def write(
     precede the comment.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial, sums = path.with_name(f".{path.name}.{os.getpid()}.partial"), {}
-    try:
+    sums = {}
+    with replacing(path, durable=True) as partial:
         with zipfile.ZipFile(partial, "w") as archive:
             for name, data in files.items():
                 archive.writestr(_info(name, zipfile.ZIP_DEFLATED), data)
@@ -169,11 +170,6 @@ def write(
                 rest -= len(block)
             opened.seek(-64, os.SEEK_END)
             opened.write(digest.hexdigest().encode())
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _serialized(exported, differentiable) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 
 import fnet
 from fnet._util import _page
+from fnet._util._files import write as write_file
 from fnet._util._units import si
 from fnet.report import _predictions, _tables
 from fnet.report._read import Run, read
@@ -57,10 +58,7 @@ def write(
     path = Path(folders[0]) / "report.html" if path is None else Path(path)
     if path.is_dir():
         path = path / "report.html"
-    text = page(runs)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_file(path, page(runs))
     return path
 
 

@@ -246,4 +246,4 @@ def test_tokens_and_tables_are_read_through_a_copy(store, server, monkeypatch, t
     assert tr.read_csv(str(source))["b"].tolist() == [2.5]
     with pytest.raises(FileNotFoundError, match=r"no\.bin: no such object"):
         tr.read_tokens(f"{store}/no.bin")
-    assert not list((tmp_path / "objects").glob("*.new"))
+    assert not list((tmp_path / "objects").glob("*.partial"))

@@ -31,6 +31,7 @@ import numpy as np
 from jax import export
 
 from fnet._util import _missing
+from fnet._util._files import write
 from fnet.export import _evaluate, _examples, _stable
 from fnet.export._tree import described_leaves, size_variables
 from fnet.export.litert import _converter, _indices, _values
@@ -122,9 +123,7 @@ def save(
     if dtype != "float32":
         data = _quantized(data, dtype)
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
+    write(path, data)
     if check:
         for name, chosen in signatures.items():
             compare(program, path, entry, chosen, signature=name, tolerance=TOLERANCE[dtype])

@@ -4,7 +4,6 @@ PEFT."""
 from __future__ import annotations
 
 import collections
-import json
 import math
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from fnet._util._files import write_json
 from fnet.compress import LowRank
 from fnet.models._model import Model
 from fnet.models.weights import _json, _key_map, _match, _tensors
@@ -256,7 +256,7 @@ def save_adapter(
     }
     folder = Path(path).expanduser()
     _tensors.write(folder / _WEIGHTS, arrays, {"format": "pt"})
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    write_json(folder / _CONFIG, config)
     return folder
 
 

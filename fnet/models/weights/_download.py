@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from fnet._util import _missing
+from fnet._util._files import write
 from fnet.models.weights import _folder, _tensors
 
 _TRUE = ("1", "ON", "YES", "TRUE")
@@ -187,6 +188,4 @@ def _record(cache, repository, revision, commit):
         return
     path = snapshots(cache, repository).parent / "refs" / revision
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(commit)
-    os.replace(partial, path)
+    write(path, commit)

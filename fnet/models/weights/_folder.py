@@ -3,10 +3,9 @@ files."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
-import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fnet._util._files import replacing, write_json
 from fnet.models.weights import _config, _tensors
 
 CONFIG = "config.json"
@@ -219,16 +219,11 @@ def write(
         _tensors.write(folder / names[0], shards[0], metadata)
         index.unlink(missing_ok=True)
     else:
-        partial = [folder / f".{name}.{os.getpid()}" for name in names]
-        try:
-            for path, shard in zip(partial, shards):
-                _tensors.write(path, shard, metadata)
+        # All shards are complete before the first of them gets its name.
+        with contextlib.ExitStack() as stack:
+            for name, shard in zip(names, shards):
+                _tensors.write(stack.enter_context(replacing(folder / name)), shard, metadata)
             index.unlink(missing_ok=True)
-            for path, name in zip(partial, names):
-                os.replace(path, folder / name)
-        finally:
-            for path in partial:
-                path.unlink(missing_ok=True)
         total = sum(array.nbytes for array in arrays.values())
         where = {key: name for name, shard in zip(names, shards) for key in shard}
         write_json(
@@ -238,13 +233,3 @@ def write(
         if old.name not in names and _SHARD.fullmatch(old.name):
             old.unlink()
     return folder / names[0] if len(shards) == 1 else index
-
-
-def write_json(path: Path, value) -> None:
-    """Writes a JSON file atomically."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fnet._util._files import replacing
+
 
 class Header(NamedTuple):
     """The fields of `Config` in run.c of llama2.c. If `tied` is False, `vocab_size` is negative in
@@ -95,10 +97,9 @@ def read(file: Path) -> dict[str, np.ndarray]:
 def write(file: Path, head: Header, arrays) -> None:
     """Writes a model.bin atomically. The tables of the rotary embedding are computed from the
     header."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     vocab = head.vocab_size if head.tied else -head.vocab_size
     arrays = _rotary(head) | dict(arrays)
-    try:
+    with replacing(file) as partial:
         with partial.open("wb") as opened:
             opened.write(np.array([*head[:5], vocab, head.seq_len], "<i4").tobytes())
             for name, shape in shapes(head).items():
@@ -109,9 +110,6 @@ def write(file: Path, head: Header, arrays) -> None:
                         f"{array.shape}"
                     )
                 opened.write(np.ascontiguousarray(array, "<f4").tobytes())
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _rotary(head):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fnet._util import _safetensors
+from fnet._util._files import replacing
 from fnet.models.weights import _llama2c
 
 INDEX, SINGLE, LLAMA2C = "model.safetensors.index.json", "model.safetensors", "model.bin"
@@ -152,8 +152,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
     from safetensors.numpy import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as partial:
         save_file(
             {
                 key: np.ascontiguousarray(array).reshape(array.shape)
@@ -162,9 +161,6 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
             partial,
             metadata=dict(metadata) or None,
         )
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def aligned(shape, dtype) -> np.ndarray:

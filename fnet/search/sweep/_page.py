@@ -3,13 +3,14 @@ scripts."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fnet._util._files import write as write_file
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;color:#222}
 table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}
@@ -82,9 +83,7 @@ def _explained(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def write(sweep: Any) -> Path:
     """Writes index.html in the folder of the sweep."""
     path = sweep.folder / "index.html"
-    new = path.with_name(f".index.html.{os.getpid()}")
-    new.write_text(page(sweep.trials(), sweep.space, sweep.settings), encoding="utf-8")
-    os.replace(new, path)
+    write_file(path, page(sweep.trials(), sweep.space, sweep.settings))
     return path
 
 

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fnet._util._files import write_json
 from fnet.search._space import Space
 from fnet.search.sweep import _page
 from fnet.training import read_metrics
@@ -97,7 +98,7 @@ class Sweep:
                         "old ones, or another --workdir"
                     )
             else:
-                _write(path, settings)
+                write_json(path, settings)
 
     @contextlib.contextmanager
     def planning(self):
@@ -139,7 +140,7 @@ class Sweep:
                 return None
             folder = self.folder / "trials" / f"{len(trials):04d}"
             folder.mkdir(exist_ok=True)
-            _write(folder / "trial.json", {"params": self.point(len(trials), trials)})
+            write_json(folder / "trial.json", {"params": self.point(len(trials), trials)})
             return Trial(folder), Lock(folder)
 
     def metric(self) -> str | None:
@@ -362,7 +363,7 @@ def _execute(sweep, trial, lock, deadline):
                 "reason": "it was interrupted several times",
                 "seconds": time.monotonic() - began,
             }
-            _write(trial.folder / "result.json", result)
+            write_json(trial.folder / "result.json", result)
             return result
 
 
@@ -430,10 +431,3 @@ def _said(params) -> str:
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in params.items()
     )
-
-
-def _write(path, content) -> None:
-    """Writes a JSON file atomically, so that another worker never reads an incomplete file."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(new, path)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fnet._util._files import sync_folder
 from fnet.training.checkpoints import _manifest
 from fnet.training.checkpoints._lock import LOCK, Lock
 from fnet.training.checkpoints._storage import write_whole
@@ -116,11 +117,13 @@ class Folder:
         """
         _manifest.write_manifest(self.partial(step), content)
         check()
+        # Folders, which `os.replace` cannot replace: two renames, which `tidy` completes or takes
+        # back if the process is killed in between.
         final, old = self.folder / str(step), self.folder / f".replaced-{step}"
         if final.exists():
             os.rename(final, old)
         os.rename(self.partial(step), final)
-        _manifest.sync_folder(self.folder)
+        sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
     def amend(self, step: int, content: Mapping[str, Any]) -> None:
@@ -150,7 +153,7 @@ class Folder:
         while (self.folder / name).exists():
             name, number = f"{step}.damaged-{number}", number + 1
         os.rename(self.folder / str(step), self.folder / name)
-        _manifest.sync_folder(self.folder)
+        sync_folder(self.folder)
         return name
 
     def tidy(self) -> None:

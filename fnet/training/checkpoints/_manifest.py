@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from fnet._util import _safetensors
+from fnet._util._files import synced, write
 from fnet.training.checkpoints._leaves import DTYPES
 from fnet.training.checkpoints._storage import Readable, Reader, StorePath
 
@@ -92,10 +93,8 @@ def _sink(path: Path | StorePath) -> Iterator[Any]:
         yield buffers
         path.write_parts(buffers)
         return
-    with path.open("wb") as file:
+    with synced(path) as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class _Buffers(list):
@@ -156,23 +155,8 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes manifest.json under a temporary name, syncs it to the disk and renames it."""
-    new = folder / f".{MANIFEST}.new"
-    with _sink(new) as file:
-        file.write(sealed(content))
-    os.replace(new, folder / MANIFEST)
-    sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Syncs a folder to the disk, so that new and renamed files in it are not lost if the machine
-    loses power."""
-    with contextlib.suppress(PermissionError):  # Windows cannot open folders
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+    """Writes manifest.json, and syncs it to the disk. The run holds the lock of the folder."""
+    write(folder / MANIFEST, sealed(content), durable=True, alone=True)
 
 
 def read_manifest(folder: Path | StorePath) -> dict[str, Any]:

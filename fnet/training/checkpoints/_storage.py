@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fnet._util import _missing
+from fnet._util._files import write
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 _SCHEMES = {  # what to set if the store refuses access
@@ -75,10 +76,10 @@ def location(where: str | os.PathLike) -> Path | StorePath:
 def write_whole(path: Path | StorePath, data: bytes) -> None:
     """Writes a file or object. Readers find the old or the new content of the file, never a part of
     it."""
-    new = path if isinstance(path, StorePath) else path.with_name(f"{path.name}.new")
-    new.write_bytes(data)
-    if new is not path:
-        os.replace(new, path)
+    if isinstance(path, StorePath):
+        path.write_bytes(data)
+    else:
+        write(path, data)
 
 
 def _store(scheme: str, bucket: str) -> Any:

@@ -7,9 +7,9 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 from pathlib import Path
 
+from fnet._util._files import replacing, write
 from fnet.training.checkpoints._storage import StorePath, location
 
 _CHUNK = 8 << 20
@@ -44,9 +44,8 @@ def local(where: str | os.PathLike) -> Path:
         if known == wanted | {"blake2b": known["blake2b"]} and known["blake2b"] == _digest(copy):
             return copy
     copy.parent.mkdir(parents=True, exist_ok=True)
-    new = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}.new")
     seal = hashlib.blake2b(digest_size=32)
-    try:
+    with replacing(copy) as new:
         with new.open("wb") as file:
             for begin in range(0, meta.size, _CHUNK):
                 raw = source.read_range(begin, min(begin + _CHUNK, meta.size))
@@ -55,10 +54,7 @@ def local(where: str | os.PathLike) -> Path:
         after = source.meta()
         if new.stat().st_size != meta.size or after is None or after.version != meta.version:
             raise OSError(f"{source}: the object changed while it was read; read it again")
-        os.replace(new, copy)
-    finally:
-        new.unlink(missing_ok=True)
-    note.write_text(json.dumps(wanted | {"blake2b": seal.hexdigest()}))
+    write(note, json.dumps(wanted | {"blake2b": seal.hexdigest()}))
     return copy
 
 

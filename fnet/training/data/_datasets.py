@@ -5,7 +5,6 @@ import hashlib
 import http.client
 import importlib.util
 import os
-import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fnet._util import _missing
+from fnet._util._files import replacing
 from fnet._util._nearest import nearest
 from fnet.training.data._cache import data_folder
 from fnet.training.data._image_formats import (
@@ -307,6 +307,10 @@ def _load_cifar10(name, found):
     return Dataset(name, *arrays, classes or _SOURCES[name].classes)
 
 
+class _Damaged(Exception):
+    """The downloaded bytes are not those that were published."""
+
+
 # pooch would need requests for what the standard library does, writes to stderr, and takes a reply of
 # any length: 300 MB arrived for a file of 4,542 bytes before it compared the checksum.
 def _download(name, file, folder, *, base_url, announce):
@@ -319,8 +323,6 @@ def _download(name, file, folder, *, base_url, announce):
             f"{name}: {file.name} is missing and {folder} cannot be created ({error.strerror}); "
             "choose another data_dir"
         ) from None
-    # A temporary name until it is complete: a killed or concurrent download leaves no partial file.
-    temporary = folder / f".{file.name}.{secrets.token_hex(4)}"
     failures, damaged = [], False
     for address in (base_url,) if base_url else _SOURCES[name].addresses:
         url = f"{address.rstrip('/')}/{file.name}"
@@ -328,27 +330,25 @@ def _download(name, file, folder, *, base_url, announce):
             announce(f"downloading {url} ({file.size / 1e6:.1f} MB)")
         try:
             with (
+                replacing(folder / file.name) as temporary,
                 urllib.request.urlopen(url, timeout=_TIMEOUT) as reply,
                 open(temporary, "wb") as out,
             ):
                 size, md5 = _copy(reply, out, file.size)
-            if (size, md5) == (file.size, file.md5):
-                os.replace(temporary, folder / file.name)
-                return
+                if (size, md5) != (file.size, file.md5):
+                    raise _Damaged(
+                        f"{url} gave {f'over {file.size}' if size > file.size else size} bytes "
+                        f"with MD5 {md5}, but {file.size} bytes with MD5 {file.md5} were published"
+                    )
+            return
+        except _Damaged as error:
+            damaged = True
+            failures.append(str(error))
         except urllib.error.HTTPError as error:
             error.close()
             failures.append(f"{url}: {error}")
-            continue
         except (OSError, http.client.HTTPException, ValueError) as error:
             failures.append(f"{url}: {getattr(error, 'reason', error)}")
-            continue
-        finally:
-            temporary.unlink(missing_ok=True)
-        damaged = True
-        failures.append(
-            f"{url} gave {f'over {file.size}' if size > file.size else size} bytes with MD5 {md5}, "
-            f"but {file.size} bytes with MD5 {file.md5} were published"
-        )
     raise (ValueError if damaged else FileNotFoundError)(
         f"{name}: {file.name} could not be downloaded ({'; '.join(failures)}); "
         f"{_by_hand(name, folder)}"

@@ -13,13 +13,13 @@ import functools
 import hashlib
 import os
 import platform
-import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from fnet import _jax
 from fnet._util._cache import cache_folder
+from fnet._util._files import write
 
 LIMIT = 4 << 30  # bytes; if the cache is larger, the least recently used programs are deleted
 SHORTEST = 0.05  # seconds of compilation; programs that compile faster are not stored
@@ -134,14 +134,9 @@ class Store:
 
     def put(self, key: str, value: bytes) -> None:
         file = self._file(key)
-        partial = file.with_suffix(f".{secrets.token_hex(8)}")
-        try:
-            partial.write_bytes(hashlib.sha256(value).digest() + value)
-            os.replace(partial, file)
+        with contextlib.suppress(OSError):  # such as a full disk
+            write(file, hashlib.sha256(value).digest() + value)
             self._trim()
-        except OSError:  # such as a full disk
-            with contextlib.suppress(OSError):
-                partial.unlink()
 
     def _trim(self):
         files = sorted(

@@ -18,7 +18,7 @@ from fnet.parallel import Plan
 from fnet.training._config import save_config
 from fnet.training._direction import direction
 from fnet.training.checkpoints._checkpoint import Checkpoints
-from fnet.training.checkpoints._storage import StorePath, location
+from fnet.training.checkpoints._storage import StorePath, location, write_whole
 from fnet.training.checkpoints._workdir import CHECKPOINTS, PLAN, remove_logs
 from fnet.training.loop import _profiling
 from fnet.training.loop._callbacks import StepEnd
@@ -421,7 +421,7 @@ def _begin(
     if begun_with["config"] is not None and jax.process_index() == 0:
         save_config(begun_with["config"], workdir)
     if run.spread.plan is not None and jax.process_index() == 0:
-        (location(workdir) / PLAN).write_text(f"{run.spread.plan}\n")
+        write_whole(location(workdir) / PLAN, f"{run.spread.plan}\n".encode())
     run.facts["fit"] = begun_with | run.options.criteria()
 
 
