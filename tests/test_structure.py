@@ -162,3 +162,12 @@ def test_files_are_replaced_and_synced_in_one_module():
         "training/checkpoints/_folder.py": {"os.rename"},
         "layers/_interop_nnx.py": {".replace"},  # of a flax.nnx.Variable, not of a path
     }
+
+
+def test_one_module_writes_the_head_of_html_pages():
+    """Escaping, the policy that keeps a page from the network, and the title are in one place; other
+    files hold the bodies."""
+    files = [path for kind in ("*.py", "*.html", "*.js") for path in PACKAGE.rglob(kind)]
+    words = re.compile(r"<!doctype|<html|<head>|<body|Content-Security-Policy\" content", re.I)
+    writers = [str(path.relative_to(PACKAGE)) for path in files if words.search(path.read_text())]
+    assert writers == ["_util/_page.py"]

@@ -4,19 +4,24 @@ the browser."""
 from __future__ import annotations
 
 import html
-import json
 import os
 import shutil
 from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fnet._util import _page
+from fnet._util._files import write
 from fnet.export._program import Program
 
 _PACKAGE = "onnxruntime-web"
 _MODULE, _BINARY = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
 _PIXELS = "float32", "uint8"
+_ALLOW = {  # onnxruntime-web and the model, from the folder of the page
+    "script-src": "'self' 'wasm-unsafe-eval'",
+    "connect-src": "'self'",
+    "worker-src": "'self' blob:",
+}
 
 
 def web(
@@ -87,8 +92,13 @@ def web(
         program.onnx(folder / "preprocess.onnx", entry="preprocess", external=False)
     for name in (_MODULE, _BINARY):
         shutil.copyfile(distribution / name, folder / name)
-    config = json.dumps(
-        {
+    page = _page.page(
+        title,
+        _page.fill("fnet.export/web.html", title=html.escape(title)),
+        style="fnet.export/web.css",
+        script="fnet.export/web.js",
+        data={
+            "runtime": _MODULE,
             "height": height,
             "width": width,
             "channels": channels,
@@ -96,16 +106,10 @@ def web(
             "margin": margin,
             "preprocess": prepared,
             "dtype": dtype,
-        }
-    ).replace("<", r"\u003c")
-    page = resources.files(__package__).joinpath("web.html").read_text(encoding="utf-8")
-    for name, value in (
-        ("TITLE", html.escape(title)),
-        ("RUNTIME", _MODULE),
-        ("CONFIGURATION", config),
-    ):
-        page = page.replace(name, value)
-    (folder / "index.html").write_text(page, encoding="utf-8")
+        },
+        allow=_ALLOW,
+    )
+    write(folder / "index.html", page)
 
 
 def _image(program) -> tuple[int, int, int, int, str]:

@@ -73,7 +73,7 @@ let labels = [], titles = [];      // drawn last, above the lines
 function render() {
   const active = focused;
   view.replaceChildren(svg("defs", {}, svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7,
-    markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0L8 4L0 8z", style: "fill:var(--edge)" }))));
+    markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0L8 4L0 8z" }))));
   world = svg("g", {});
   view.append(world);
   labels = [];

@@ -10,12 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from fnet._util import _page
 from fnet._util._files import write as write_file
-
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;color:#222}
-table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}
-.scroll{overflow-x:auto}.best{background:#e6f2e6}.failed{color:#a33}svg{width:100%;height:auto}
-pre{background:#f4f4f4;padding:.7em;overflow-x:auto}"""
 
 _PERMUTATIONS = 999
 _SIGNIFICANT = 0.05
@@ -95,10 +91,12 @@ def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str,
     parts = [
         f"<h1>Sweep of {escape(Path(settings['script']).name)}</h1>",
         f"<p>{len(trials)} trials, {len(ended)} finished; {escape(metric)}; sampler "
-        f"{escape(settings['sampler'])}.",
+        f"{escape(settings['sampler'])}.</p>",
     ]
     if top is not None:
-        parts.append(f"<p>Best: trial {top.index} with {escape(metric)} {top.result['value']:.6g}.")
+        parts.append(
+            f"<p>Best: trial {top.index} with {escape(metric)} {top.result['value']:.6g}.</p>"
+        )
     if len(ended) > 1:
         parts += ["<h2>Parallel coordinates</h2>", _coordinates(ended, space, metric)]
         shares = importance([t.params for t in ended], [t.result["value"] for t in ended], space)
@@ -106,7 +104,7 @@ def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str,
             "<h2>Importance</h2><p>The share of the variance that each hyperparameter explains "
             "alone. A gray "
             "share is not significant: noise would explain as much with a probability of p &gt; "
-            "0.05.",
+            "0.05.</p>",
             _bars(shares),
         ]
     parts.append(
@@ -135,10 +133,8 @@ def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str,
             + "</tr>"
         )
     parts.append("</table></div>")
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>fnet "
-        f"sweep</title><style>{_STYLE}</style>" + "\n".join(parts) + "</html>\n"
-    )
+    style = "fnet._util/document.css fnet.search.sweep/sweep.css"
+    return _page.page("fnet sweep", "\n".join(parts), style=style)
 
 
 def _coordinates(trials, space, metric) -> str:

@@ -10,17 +10,11 @@ from typing import Any
 
 import jax
 
+from fnet._util import _page
 from fnet.training.loop._reports import Reports
 from fnet.training.loop._run_state import RunState
 
 FOLDER = "profile"
-_PAGE = (
-    "<!doctype html><meta charset=utf-8><title>{title}</title><style>body{{font:14px "
-    "sans-serif;margin:2em}}"
-    "td,th{{padding:.2em "
-    ".8em;text-align:right;white-space:nowrap}}td:first-child{{text-align:left}}"
-    "</style><h1>{title}</h1>{table}"
-)
 
 
 def check(steps: Any, *, total: int, workdir: Any, jit: bool) -> None:
@@ -128,7 +122,8 @@ class Profiling:
         folder = self.folder / FOLDER / f"{begun}-{at}"
         folder.mkdir(parents=True, exist_ok=True)
         title = f"steps {begun} to {at}"
-        page = _PAGE.format(title=html.escape(title), table=found.html())
+        body = f'<h1>{html.escape(title)}</h1><div class="scroll">{found.html()}</div>'
+        page = _page.page(title, body, style="fnet._util/document.css")
         data = json.dumps(found.data(), indent=1)
         for name, content in {
             "profile.txt": f"{found}\n",
