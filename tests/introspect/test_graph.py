@@ -469,6 +469,13 @@ def test_many_operations_without_scopes_are_gathered():
 
 
 @pytest.mark.exhaustive
+def test_a_resnet_50_has_at_most_150_kilobytes(tmp_path):
+    path = tmp_path / "resnet.html"
+    introspect.graph(models.ResNet.preset("resnet50"), spec(8, 224, 224, 3), path, chip=CHIP)
+    assert path.stat().st_size <= 150_000
+
+
+@pytest.mark.exhaustive
 def test_a_resnet_50_step_has_less_than_2_megabytes(tmp_path):
     step, state, batch = step_of(models.ResNet.preset("resnet50"), spec(8, 64, 64, 3))
     path = tmp_path / "resnet.html"

@@ -1,14 +1,25 @@
-"""A program as SVG, with some scopes expanded. layout.js and graph.js draw the same picture in the
-browser."""
+"""A program as SVG, with some scopes expanded. fold.js and graph.js draw such a picture in the browser,
+where scopes can be folded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from html import escape
 
 from fnet.introspect._graph._arrange import Arrangement, neighbors, route
+from fnet.introspect._graph._columns import columns
 from fnet.introspect._graph._flow import Node, Value
-from fnet.introspect._graph._place import LIGHT, SIZES, STEPS, Placed, box, place, short
+from fnet.introspect._graph._label import value_text
+from fnet.introspect._graph._place import (
+    LIGHT,
+    SIZES,
+    STEPS,
+    Placed,
+    box,
+    item_sizes,
+    place,
+    short,
+)
 
 _STYLE = """text{font:13px system-ui,sans-serif;fill:#1a2330}.l{font-size:11px;fill:#52606f}.b{font-weight:600}
 .e{fill:none;stroke:#8593a3;stroke-width:1.3}.p{stroke-dasharray:5 4}.n{stroke:#8593a3}.g{fill:#fff;stroke:#b6c0cb}
@@ -49,8 +60,8 @@ class Drawing:
 
     def svg(self, root: Node) -> str:
         pad = SIZES["pad"]
-        if any(child.kind == "phase" for child in root.children):
-            wide, high = self._columns(root)
+        if (phases := columns(root, self.made[root])) is not None:
+            wide, high = self._columns(root, phases)
         else:
             self._measure(root)
             wide, high = self.placed[root].width, self.placed[root].height
@@ -73,20 +84,12 @@ class Drawing:
 
     def _measure(self, node) -> tuple[float, float]:
         made = self.made[node]
-        sizes = [self.size(child) for child in node.children]
-        sizes += [(SIZES["port"] + 5.7 * len(self._text([value])), 0) for value in made.entering]
-        sizes += [(SIZES["port"], 0) for _ in made.leaving]
-        sizes += [(SIZES["lane"], 0)] * (len(made.lines) - len(sizes))
+        sizes = item_sizes(made, [self.size(child) for child in node.children], self.values)
         placed = self.placed[node] = place(made, sizes)
         title = 8 * len(short(node.name)) + 7 * len(node.badge) + 60
         return max(placed.width + 2 * SIZES["pad"], title), placed.height + SIZES["header"] + SIZES[
             "pad"
         ]
-
-    def _text(self, carried: Sequence[int]) -> str:
-        if len(carried) == 1:
-            return self.values[carried[0]].type if carried[0] >= 0 else "several values"
-        return f"{len(carried)} values"
 
     def _node(self, node, x, y, flip) -> None:
         wide, high = self.size(node)
@@ -183,7 +186,7 @@ class Drawing:
         for at, level, carried in labels.values():
             self.parts.append(
                 f'<text class="t" text-anchor="middle" x="{at:.1f}" y="{level:.1f}">'
-                f"{escape(self._text(sorted(carried)))}</text>"
+                f"{escape(value_text(self.values, sorted(carried)))}</text>"
             )
 
     def port(self, node: Node, value: int, leaving: bool) -> float:
@@ -199,90 +202,61 @@ class Drawing:
             return 0.0
         return placed.x[first + (ports.index(value) if value in ports else 0)] - placed.width / 2
 
-    def _columns(self, root) -> tuple[float, float]:
-        """Draws the phases (forward, backward, update) of a training step side by side. The forward
-        pass and the update of the parameters are drawn from top to bottom, and the backward pass is
-        drawn from bottom to top."""
-        made, pad, down = self.made[root], SIZES["pad"], SIZES["down"]
-        phase = [i for i, child in enumerate(root.children) if child.kind == "phase"]
-        layer = {i: r for r, items in enumerate(made.layers) for i in items}
-        given, after = (
-            [
-                i
-                for i in range(made.children)
-                if i not in phase and (layer[i] < layer[phase[0]]) == first
-            ]
-            for first in (True, False)
-        )
-        lines = [(a, b, carried) for a, b, carried in made.edges]
-        backward = {i for i in phase if root.children[i].name.startswith("backward")}
-        upper = lambda i, leaving: i in given or (i in phase and leaving == (i in backward))
-        ends = [(upper(a, True), upper(b, False)) for a, b, _ in lines]
-        lanes = [
-            tuple(sum(top in before for before in ends[:n]) for top in both)
-            for n, both in enumerate(ends)
-        ]
-        count = {top: sum(top in both for both in ends) for top in (True, False)}
-        head = max((self.size(root.children[i])[1] for i in given), default=0)
-        y = pad + head + down + SIZES["apart"] * count[True]
-        high = max(self.size(root.children[i])[1] for i in phase)
-        at: dict[int, tuple[float, float, float, float]] = {}
+    def _columns(self, root, columns) -> tuple[float, float]:
+        """Draws the phases of a training step side by side."""
+        pad, apart = SIZES["pad"], SIZES["apart"]
+        sizes = [self.size(child) for child in root.children]
+        tall = lambda row: max((sizes[i][1] for i in row), default=0)
+        top = pad + tall(columns.given) + SIZES["down"] + apart * columns.lanes[0]
+        bottom = top + tall(columns.phases)
+        at: dict[int, tuple[float, float]] = {}  # the upper left corner of each child
         left = float(pad)
-        for i in phase:
-            wide, tall = self.size(root.children[i])
-            at[i] = left, y, wide, tall
-            left += wide + SIZES["aisle"]
-        bottom = y + high + down + SIZES["apart"] * count[False]
-        for group, level, below in ((given, pad, phase[0]), (after, bottom, phase[-1])):
-            total = (
-                sum(self.size(root.children[i])[0] + SIZES["across"] for i in group)
-                - SIZES["across"]
-            )
-            x = max(pad, at[below][0] + (at[below][2] - total) / 2)
-            for i in group:
-                at[i] = x, level, *self.size(root.children[i])
-                x += at[i][2] + SIZES["across"]
-        used: dict[tuple[int, bool], int] = {}
-        for n, (a, b, carried) in enumerate(lines):
-            points = []
-            for i, leaving, number in ((a, True, lanes[n][0]), (b, False, lanes[n][1])):
-                x, top, wide, tall = at[i]
-                k = used[i, leaving] = used.get((i, leaving), 0) + 1
-                at_bottom = leaving != (i in backward)
-                node = root.children[i]
-                apart = (
-                    self.port(node, carried[0], leaving)
-                    if node in self.expanded and len(carried) == 1
-                    else 0.0
-                )
-                points.append(
-                    (
-                        x + wide / 2 + (apart or (k // 2 if k % 2 else -k // 2) * 14),
-                        top + tall if at_bottom else top,
-                        y - 14 - SIZES["apart"] * number
-                        if upper(i, leaving)
-                        else y + high + 14 + SIZES["apart"] * number,
-                    )
-                )
-            (x0, y0, lane), (x1, y1, last) = points
-            corners = [(x0, y0), (x0, lane)]
-            if lane != last:
-                column = max(
-                    (i for i in phase if at[i][0] <= x0), key=lambda i: at[i][0], default=phase[0]
-                )
-                aisle = at[column][0] + at[column][2] + SIZES["aisle"] / 2 - 7 * (n % 5) + 14
-                corners += [(aisle, lane), (aisle, last)]
+        for i in columns.phases:
+            at[i] = left, top
+            left += sizes[i][0] + SIZES["aisle"]
+        low = bottom + SIZES["down"] + apart * columns.lanes[1]
+        for row, level, phase in (
+            (columns.given, pad, columns.phases[0]),
+            (columns.after, low, columns.phases[-1]),
+        ):
+            wide = sum(sizes[i][0] for i in row) + SIZES["across"] * (len(row) - 1)
+            left = max(pad, at[phase][0] + (sizes[phase][0] - wide) / 2)
+            for i in row:
+                at[i] = left, level
+                left += sizes[i][0] + SIZES["across"]
+
+        def lane(n):
+            return bottom + 14 + apart * ~n if n < 0 else top - 14 - apart * n
+
+        for line in columns.lines:
+            ends = []
+            for k, i in enumerate((line.start, line.end)):
+                node, (x, y) = root.children[i], at[i]
+                port = 0.0
+                if node in self.expanded and len(line.carried) == 1:
+                    port = self.port(node, line.carried[0], k == 0)
+                middle = x + sizes[i][0] / 2 + (port or line.apart[k])
+                ends.append((middle, y + sizes[i][1] if line.below[k] else y))
+            (x0, y0), (x1, y1) = ends
+            first, last = map(lane, line.lanes)
+            corners = [(x0, y0), (x0, first)]
+            if first != last:
+                column, right = line.aisle
+                aisle = at[column][0] + sizes[column][0] + right
+                corners += [(aisle, first), (aisle, last)]
             corners += [(x1, last), (x1, y1)]
             self.parts.append(f'<path class="e p" d="{rounded(corners)}" marker-end="url(#a)"/>')
-            text = escape(self._text(carried))
-            middle = (corners[-3][0] + corners[-2][0]) / 2 if abs(x1 - corners[-3][0]) > 60 else x1
+            before = corners[-3][0]
+            middle = (before + x1) / 2 if abs(x1 - before) > 60 else x1
             self.parts.append(
-                f'<text class="t" text-anchor="middle" x="{middle:.1f}" y="{last - 4:.1f}">{text}</text>'
+                f'<text class="t" text-anchor="middle" x="{middle:.1f}" y="{last - 4:.1f}">'
+                f"{escape(value_text(self.values, line.carried))}</text>"
             )
-        for i, (x, top, _, _) in at.items():
-            self._node(root.children[i], x, top, i in backward)
-        end = max(top + tall for _, top, _, tall in at.values())
-        return max(x + wide for x, _, wide, _ in at.values()) - pad, max(end, bottom - down) - pad
+        for i, (x, y) in at.items():
+            self._node(root.children[i], x, y, i in columns.upward)
+        right = max(x + sizes[i][0] for i, (x, _) in at.items())
+        end = max(y + sizes[i][1] for i, (_, y) in at.items())
+        return right - pad, max(end, low - SIZES["down"]) - pad
 
 
 def rounded(corners: list[tuple[float, float]], radius: float = 9) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fnet._util._units import si
-from fnet.introspect._graph._flow import Node
+from fnet.introspect._graph._flow import Node, Value
 
 _SHORT = {
     "dot_general": "matmul",
@@ -40,3 +42,10 @@ def _main(node: Node) -> str:
         return ""
     name = max(counts, key=counts.get)
     return name if counts[name] == 1 else f"{counts[name]} {name}"
+
+
+def value_text(values: Sequence[Value], carried: Sequence[int]) -> str:
+    """Returns the label of a line: the type of the value that it carries, or their number."""
+    if len(carried) > 1:
+        return f"{len(carried)} values"
+    return values[carried[0]].type if carried[0] >= 0 else "several values"

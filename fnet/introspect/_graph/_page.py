@@ -3,15 +3,17 @@ JavaScript."""
 
 from __future__ import annotations
 
+import json
 from html import escape
 from typing import Any
 
 from fnet._util import _page
 from fnet._util._units import si
-from fnet.introspect._graph._arrange import Arrangement
+from fnet.introspect._graph._arrange import Arrangement, neighbors, route
+from fnet.introspect._graph._columns import columns
 from fnet.introspect._graph._flow import Node, Value
 from fnet.introspect._graph._label import second_line
-from fnet.introspect._graph._place import SIZES, STEPS, box, short
+from fnet.introspect._graph._place import SIZES, STEPS, box, item_sizes, place, short
 
 
 def page(
@@ -49,7 +51,7 @@ def page(
         f"{title}: graph",
         body,
         style="fnet._util/page.css fnet.introspect._graph/graph.css",
-        script="fnet.introspect._graph/layout.js fnet.introspect._graph/graph.js",
+        script="fnet.introspect._graph/fold.js fnet.introspect._graph/graph.js",
         data=_data(drawn, expanded, made, values, color if color in dict(metrics) else "flops"),
     )
 
@@ -68,7 +70,7 @@ def _data(drawn, expanded, made, values, color) -> dict:
     number = lambda value: (
         value if isinstance(value, int) else round(value, 9) if isinstance(value, float) else None
     )
-    nodes, groups = [], {}
+    nodes, groups, layouts = [], {}, _Strings()
     for node in drawn.nodes:
         line = second_line(node)
         above = node.parent.path if node.parent is not None else ""
@@ -87,7 +89,6 @@ def _data(drawn, expanded, made, values, color) -> dict:
                 strings[line],
                 *box(node, line),
                 number(cost.flops),
-                number(cost.matmul),
                 number(cost.fused_bytes),
                 None if node.seconds is None else float(f"{node.seconds:.4g}"),
                 number(node.parameters),
@@ -100,17 +101,17 @@ def _data(drawn, expanded, made, values, color) -> dict:
         if node in made:
             each = made[node]
             groups[node.id] = [
+                layouts[_closed(node, each, values)],
                 each.entering,
                 each.leaving,
-                each.layers,
-                each.lines,
-                [[a, b, *carried] for a, b, carried in each.edges],
-                [[item, *lane] for item, lane in each.lanes.items()],
+                [carried for _, _, carried in each.edges],
             ]
     index = {value: i for i, value in enumerate(values)}
     return {
         "nodes": nodes,
         "groups": groups,
+        "layouts": [json.loads(layout) for layout in layouts],
+        "columns": columns(drawn.root, made[drawn.root]),
         "values": [[value.source.id, strings[value.type]] for value in values],
         "edges": [n for value, reader in drawn.edges for n in (index[value], reader.id)],
         "expanded": sorted(node.id for node in expanded),
@@ -122,16 +123,30 @@ def _data(drawn, expanded, made, values, color) -> dict:
     }
 
 
+def _closed(node: Node, made: Arrangement, values: list[Value]) -> str:
+    """Returns the positions inside a scope whose children are all closed, as JSON: the horizontal
+    position of each vertical line, from left to right; the line of each item; the items in each
+    layer, and its upper end; and the items on the way of each edge. Many scopes have the same."""
+    boxes = [box(child, second_line(child)) for child in node.children]
+    placed = place(made, item_sizes(made, boxes, values))
+    at = {made.lines[i]: placed.x[i] for items in made.layers for i in items}
+    order = sorted(at, key=at.__getitem__)
+    layer, _ = neighbors(made)
+    return _page.as_json(
+        [
+            [round(at[line]) for line in order],
+            [order.index(line) for line in made.lines],
+            made.layers,
+            [round(top) for top in placed.tops],
+            [route(made, layer, a, b) for a, b, _ in made.edges],
+        ]
+    )
+
+
 def _table(drawn) -> str:
     """Returns all scopes as an HTML table."""
     heads = ("scope", "output", "parameters", "FLOPs", "bytes", "kept", "time")
-    rows = [
-        "<tr>"
-        + "".join(
-            f"<th{' class=number' if i > 1 else ''}>{head}</th>" for i, head in enumerate(heads)
-        )
-        + "</tr>"
-    ]
+    rows = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
     for node in drawn.nodes:
         if not node.children and node.kind not in ("input", "result"):
             continue
@@ -151,7 +166,7 @@ def _table(drawn) -> str:
         rows.append(
             "<tr>"
             + "".join(
-                f"<td{' class=number' if i > 1 else ''}>{'&emsp;' * depth if i == 0 else ''}{escape(cell)}</td>"
+                f"<td>{'&emsp;' * depth if i == 0 else ''}{escape(cell)}</td>"
                 for i, cell in enumerate(cells)
             )
             + "</tr>"

@@ -1,6 +1,7 @@
 """Computes the sizes and positions of the visible nodes of a graph.
 
-The script layout.js implements the same computation for the interactive HTML page of the graph.
+An image is placed for the scopes that it shows expanded. On the HTML page the reader expands scopes:
+it has the positions for the case that all scopes are closed, and fold.js makes room for open ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import dataclasses
 import itertools
 
 from fnet.introspect._graph._arrange import Arrangement, neighbors
-from fnet.introspect._graph._flow import Node
+from fnet.introspect._graph._flow import Node, Value
+from fnet.introspect._graph._label import value_text
 
 SIZES = {
     "across": 24,
@@ -52,6 +54,17 @@ def box(node: Node, line: str) -> tuple[int, int]:
     )
     wide = max(wide, 5.7 * len(node.type) + 8 if node.kind == "operation" else 0)
     return round(max(wide, 64)), SIZES["tall"] if line else SIZES["low"]
+
+
+def item_sizes(
+    made: Arrangement, children: list[tuple[float, float]], values: list[Value]
+) -> list[tuple[float, float]]:
+    """Returns (width, height) of all items of a scope: of its children, which are given, of ports,
+    which are as wide as the labels of the values that enter, and of lanes."""
+    sizes = list(children)
+    sizes += [(SIZES["port"] + 5.7 * len(value_text(values, [v])), 0) for v in made.entering]
+    sizes += [(SIZES["port"], 0)] * len(made.leaving)
+    return sizes + [(SIZES["lane"], 0)] * (len(made.lines) - len(sizes))
 
 
 @dataclasses.dataclass(eq=False)

@@ -79,7 +79,7 @@ function render() {
   labels = [];
   titles = [];
   for (const node of NODES) node.at = node.element = null;
-  if (ROOT.children.some(child => child.kind === "phase")) columns(ROOT, paint);
+  if (D.columns) columns(ROOT, paint);
   else { measure(ROOT); inside(ROOT, Z.pad, Z.pad, 0, 0, false, paint); }
   for (const [text, x, y] of labels) world.append(svg("rect", { class: "under", x: x - 3 * text.length, y: y - 10, width: 6 * text.length,
     height: 13 }), svg("text", { class: "type", x, y, "text-anchor": "middle" }, text));
