@@ -12,17 +12,20 @@ import zlib
 import pytest
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
 # Three quarters of the tests' time would be spent on compiling small programs that run once. These
 # options compile them two to eight times as fast. `make test-isa` runs the numerical tests with the
-# compiler's default options instead.
+# compiler's default options instead. Processes that tests start with fewer devices take their XLA
+# flags from FNET_TEST_XLA_FLAGS.
+flags = ""
 if os.environ.setdefault("FNET_TEST_COMPILER", "fast") == "fast":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
+    flags += " --xla_cpu_parallel_codegen_split_count=1"
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # newer ones have no such option
-        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+        flags += " --xla_cpu_use_fusion_emitters=false"
+os.environ["FNET_TEST_XLA_FLAGS"] = flags
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + flags + " --xla_force_host_platform_device_count=8"
+)
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a hub other than its own

@@ -23,8 +23,9 @@ LAST_LINE = re.compile(r"test accuracy 0\.\d{4}")
 
 def environment():
     """A user's: without the test suite's eight devices and strictness."""
-    drop = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
-    return {k: v for k, v in os.environ.items() if k not in drop}
+    drop = ("JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+    kept = {k: v for k, v in os.environ.items() if k not in drop}
+    return kept | {"XLA_FLAGS": os.environ["FNET_TEST_XLA_FLAGS"]}
 
 
 def run(*flags, code=0, cwd=ROOT):

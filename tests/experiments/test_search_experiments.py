@@ -14,7 +14,7 @@ FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
 def run(script, *flags, code=0):
     command = [sys.executable, str(FOLDER / script), *flags]
     environment = os.environ | {
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": os.environ["FNET_TEST_XLA_FLAGS"],
         "JAX_NUMPY_DTYPE_PROMOTION": "standard",
         "JAX_NUMPY_RANK_PROMOTION": "allow",
     }

@@ -11,7 +11,10 @@ import sys
 
 PORT, PROCESS, COUNT = map(int, sys.argv[1:4])
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // COUNT}"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("FNET_TEST_XLA_FLAGS", "")
+    + f" --xla_force_host_platform_device_count={4 // COUNT}"
+)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

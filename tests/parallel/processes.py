@@ -19,7 +19,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 EACH = (
     1 if CASE == "killed" else 4
 )  # devices; of more, gloo ends the process itself when another dies
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={EACH}"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("FNET_TEST_XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={EACH}"
+)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

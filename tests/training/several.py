@@ -12,11 +12,8 @@ def processes(script, count, where):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")
-    }
+    env = {name: value for name, value in os.environ.items() if name != "JAX_NUMPY_RANK_PROMOTION"}
+    env["XLA_FLAGS"] = os.environ["FNET_TEST_XLA_FLAGS"]
     every = [
         subprocess.Popen(
             [sys.executable, str(script), str(port), str(i), str(count), where],

@@ -17,7 +17,9 @@ if __name__ == "__main__":
     PORT, ME, COUNT, WHERE = *map(int, sys.argv[1:4]), sys.argv[4]
     warnings.simplefilter("error")
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("FNET_TEST_XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    )
 
 import jax
 import ml_dtypes
