@@ -71,7 +71,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks the cases of `@pytest.mark.quick_cases(n)` as exhaustive, except for n that are drawn
-    with a fixed seed.
+    with a fixed seed, and those of `@pytest.mark.quick_cases("a", "b")`, except for `[a]` and `[b]`.
 
     Rejects test names with an address: pytest-xdist needs the same names in each process.
     """
@@ -79,9 +79,17 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("quick_cases") and not item.get_closest_marker("exhaustive"):
             cases[item.nodeid.partition("[")[0]].append(item)
+    # Names of tests on the command line and --lf collect parts of modules.
+    whole = not any("::" in name for name in config.args) and not config.getoption("lf", False)
     for name, every in cases.items():
-        number = every[0].get_closest_marker("quick_cases").args[0]
-        kept = random.Random(name).sample(range(len(every)), min(number, len(every)))
+        chosen = every[0].get_closest_marker("quick_cases").args
+        ids = [item.callspec.id for item in every]
+        if isinstance(chosen[0], int):
+            kept = random.Random(name).sample(range(len(every)), min(chosen[0], len(every)))
+        else:
+            kept = [i for i in range(len(every)) if ids[i] in chosen]
+            if len(kept) < len(chosen) and whole:
+                raise pytest.UsageError(f"{name}: expected the cases {chosen}, found {ids}")
         for i, item in enumerate(every):
             if i not in kept:
                 item.add_marker(pytest.mark.exhaustive)
