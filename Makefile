@@ -83,7 +83,7 @@ verify-export: .venv-export/.installed
 	FNET_ONNXRUNTIME_WEB=.venv-export/node_modules/onnxruntime-web .venv-export/bin/python -m pytest -rs $(addprefix tests/export/,test_litert.py test_litert_indices.py test_record.py test_web.py) tests/serve/test_serve.py::test_kserve $(ARGS)
 
 # Every exported operation on special values (NaN, infinities, -0.0, overflows, indices out of range, ...), compared with
-# JAX: an hour for ONNX, and half an hour for the stable form. LiteRT: .venv-export/bin/python ... litert, see the file.
+# JAX, for ONNX and for the stable form. LiteRT: .venv-export/bin/python ... litert, see the file.
 special-values: $(STAMP)
 	$(BIN)/python -W ignore -m tests.export.special_values onnx --columns $(ARGS)
 	$(BIN)/python -W ignore tests/export/stable_values.py numpy,jax

@@ -88,7 +88,7 @@ def test_quick(program):
     ],
 )
 def test_drawn_programs_of_an_operation(operation):
-    """`make special-values` tests all programs, which takes an hour."""
+    """`make special-values` tests all programs."""
     every = [program for program in TABLE if program.operation == operation]
     for program in random.Random(operation).sample(every, min(2, len(every))):
         equals_jax(program)
