@@ -24,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/python experiments/image_classification.py --workdir=runs/digits $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not exhaustive" $(ARGS)
 
 test-all: test test-exhaustive
 
