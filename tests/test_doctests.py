@@ -47,6 +47,9 @@ NEEDS = {
 }
 
 
+SLOW = "MixtureOfExperts", "hyperband", "Encoded", "CLIPVision"  # each compiles for seconds
+
+
 def modules():
     for info in pkgutil.walk_packages(fnet.__path__, "fnet."):
         if not info.name.endswith("__main__"):
@@ -66,8 +69,13 @@ def examples():
 EXAMPLES = examples()
 
 
+def case(test):
+    slow = test.name.rsplit(".", 1)[-1] in SLOW
+    return pytest.param(test, id=test.name, marks=[pytest.mark.exhaustive] if slow else [])
+
+
 @pytest.mark.quick_cases(240)
-@pytest.mark.parametrize("test", EXAMPLES, ids=[test.name for test in EXAMPLES])
+@pytest.mark.parametrize("test", [case(test) for test in EXAMPLES])
 def test_docstring(test):
     for package in NEEDS.get(test.name, ()):
         pytest.importorskip(package)

@@ -34,7 +34,16 @@ SLOW = (
     "docs/how_to/",  # their parts have quick tests elsewhere
     *(
         f"docs/{page}.md"
-        for page in ("compress", "introspection", "models", "parallel", "search", "transforms")
+        for page in (
+            "compress",
+            "interop",
+            "introspection",
+            "layers",
+            "models",
+            "parallel",
+            "search",
+            "transforms",
+        )
     ),
 )
 

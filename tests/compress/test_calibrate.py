@@ -107,6 +107,7 @@ def test_the_correction_minimizes_the_error_of_the_products(f, shape, axes):
     assert error(stats=stats) < 0.97 * error()
 
 
+@pytest.mark.quick_cases("5")
 @pytest.mark.parametrize("steps", [2, 3, 5])
 def test_layers_are_told_apart_by_the_parameter_not_by_the_lengths_of_scans(steps):
     """An outer scan may be as long as the stack, which is the inner one. The layers multiply by 2,
@@ -137,6 +138,7 @@ def test_layers_are_told_apart_by_the_parameter_not_by_the_lengths_of_scans(step
     )
 
 
+@pytest.mark.exhaustive
 def test_the_correction_of_a_singular_sum_rounds_to_the_nearest_code():
     """Without a finite inverse, codes would be those of NaN, which are finite numbers."""
     w = jnp.asarray(W)[None]

@@ -180,7 +180,7 @@ def shrink_step(model, example):
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind",
     [

@@ -261,6 +261,7 @@ def test_rounding_is_not_dropped(name):
     )
 
 
+@pytest.mark.quick_cases("format1")
 @pytest.mark.parametrize("format", [compress.Int8(), compress.Float8()])
 def test_float16_sums_of_codes_do_not_overflow(format):
     params, image = (
@@ -316,7 +317,7 @@ def test_what_is_not_materialized(name):
     assert [use.primitive for use in uses.materialized] == (["slice"] if name == "cond" else [])
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("while", "tied")
 @pytest.mark.parametrize(
     "name",
     [

@@ -29,6 +29,7 @@ def run(tx, steps):
     return history
 
 
+@pytest.mark.quick_cases("True")
 @pytest.mark.parametrize("jointly", [False, True])
 def test_selection_and_schedule_are_those_of_numpy(jointly):
     rules, begin, end, every = (

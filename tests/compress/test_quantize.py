@@ -241,6 +241,7 @@ def test_lora_changes_nothing_at_first_and_merges():
     np.testing.assert_allclose(compress.merge(trained)["kernel"], kernel, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_gradients_keep_only_the_factors():
     """The compiled gradient holds no dense gradient of the frozen base."""
     params = compress.quantize({"w": jnp.ones((64, 64))}, {"w": compress.Int8()})

@@ -126,7 +126,9 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(
+    "checkpointed", "recurrent", "gated", "joined", "looked_up", "gram", "images", "residual"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_derivatives_are_those_of_the_smaller_program(name):
     f, params, x, shapes = CASES[name]

@@ -48,7 +48,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases("mask in a jit", "integers", "in a scan")
 @pytest.mark.parametrize("name", SHRUNK)
 def test_equals_the_function_with_zeroed_channels(name):
     f = lambda params, x: SHRUNK[name](x @ params["up"]) @ params["down"]

@@ -43,8 +43,9 @@ SMALL = models.ResNet((1, 1), bottleneck=False, width=8)
 
 
 def start(script, *flags, **variables):
-    drop = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
-    environment = {k: v for k, v in os.environ.items() if k not in drop} | variables
+    drop = ("JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+    environment = {k: v for k, v in os.environ.items() if k not in drop}
+    environment |= {"XLA_FLAGS": os.environ["FNET_TEST_XLA_FLAGS"], **variables}
     folder = str(ROOT / "experiments")
     return subprocess.Popen(
         [sys.executable, "-c", TINY.format(folder=folder), f"{folder}/{script}", *map(str, flags)],
@@ -501,6 +502,7 @@ def test_folders_that_the_classifier_cannot_read(tmp_path):
     assert classify.read_labels(config, folder, 3) == ["class 0", "class 1", "class 2"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_records_the_commit_of_its_weights(tiny, weights, tmp_path, monkeypatch):
     commit, hub = "0123456789abcdef0123456789abcdef01234567", tmp_path / "hub" / "models--org--tiny"
     (hub / "refs").mkdir(parents=True)

@@ -73,8 +73,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def start(script, *flags):
-    drop = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+    drop = ("JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
     environment = {k: v for k, v in os.environ.items() if k not in drop}
+    environment["XLA_FLAGS"] = os.environ["FNET_TEST_XLA_FLAGS"]
     folder = str(ROOT / "experiments")
     return subprocess.Popen(
         [
@@ -498,6 +499,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_conversation(folder):
     flags = [f"--weights={folder}", "--chat", "--temperature=0", "--max_tokens=6"]
     model, params, _ = pretrained.load(folder)

@@ -112,6 +112,7 @@ def runs_elsewhere(names, folder):
         ), line
 
 
+@pytest.mark.exhaustive
 def test_runs_where_fnet_is_not_installed(tmp_path):
     runs_elsewhere(QUICK, tmp_path)
 

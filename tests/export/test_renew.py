@@ -366,6 +366,7 @@ def test_the_golden_bundle():
         assert len(bundle.check()) == 2
 
 
+@pytest.mark.exhaustive
 def test_the_golden_bundle_is_renewed(tmp_path):
     export.renew(GOLDEN, tmp_path / "new")
     bundle = export.load(tmp_path / "new", check=True)

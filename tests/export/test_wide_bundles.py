@@ -83,6 +83,7 @@ def same(got, want):
         np.testing.assert_allclose(np.asarray(a), b, rtol=1e-15, atol=0)
 
 
+@pytest.mark.quick_cases("float64", "int64", "mixed")
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_bundles_need_x64(name, tmp_path):
     f, params, dtype, x, named = WIDE[name]

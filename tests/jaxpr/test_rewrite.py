@@ -43,7 +43,7 @@ def double_sines(primitive, scope, inputs, equation):
     return [2 * jnp.sin(inputs[0])] if primitive == "sin" else NotImplemented
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("batched while")
 @pytest.mark.parametrize(
     "f",
     [
@@ -199,6 +199,7 @@ def test_a_rule_reaches_inside_custom_vmap_and_into_its_batching_rule():
     np.testing.assert_allclose(alone[1], jnp.cos(y[0]) * jnp.ones(2), 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_custom_vmap_stays_what_it_is():
     f, x, y = _with_a_rule_of_its_own(), jnp.array([0.3, 0.9]), jnp.array([1.0, 2.0])
     g = ft.rewrite(f, nothing)
@@ -236,7 +237,7 @@ def test_a_scope_inside_custom_vmap_is_seen():
     assert {("sin", "outer/inner"), ("sin", "outer/rule")} <= seen
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "wrap",
     [

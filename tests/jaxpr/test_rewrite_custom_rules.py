@@ -68,7 +68,7 @@ def _(primals, tangents):  # the tangent shows which inputs have one
     return scaled(x, y, i), slope * (1.0 + 10 * zero[0] + 100 * zero[1] + 1000 * zero[2])
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases("remat-1", "vmap-argnums2")
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 @pytest.mark.parametrize(
     "wrap",
@@ -121,7 +121,7 @@ def test_a_checkpointed_while_loop(name):
     close(transform(jax.grad(f))(X), jax.grad(f)(X))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sampled(["relu", "custom_vjp", "softmax"], ["custom_vjp"]))
 @pytest.mark.parametrize(
     "transform",

@@ -190,7 +190,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(
+    "remat-grad", "cond-vmap", "cond-scan", "scan-scan", "custom_jvp-jit", "custom_vmap-scan"
+)
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_what_closes_over_a_tracer(outer, wrap):

@@ -213,7 +213,7 @@ def block(scope, x):
     return x + nn.Dense(4)(scope["proj"], jnp.tanh(y))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["plain", "Remat", "Stack(Remat)", "checkpoint", "rematerialize"])
 @pytest.mark.parametrize("inside", [False, True], ids=["around grad", "inside grad"])
 def test_rules_reach_products_of_every_phase(form, inside):

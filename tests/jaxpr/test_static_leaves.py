@@ -138,6 +138,7 @@ def test_fold_divides_by_the_zero_of_the_call():
     assert [constant(jnp.arange(3), n).dtype for n in (3, 3.0, 3)] == ["int32", "float32", "int32"]
 
 
+@pytest.mark.exhaustive
 def test_pmap_and_tune_trace_for_each_static_argument():
     for make in (lambda f: ft.pmap(f, static_argnums=1, in_axes=(0, None)), ft.tune):
         step = make(lambda x, option: x * (7.0 if option.value is True else 2.0) / option.note)

@@ -44,9 +44,18 @@ class Variants(chex.TestCase):
     """Not compiled: the numbers of `jax.jit`."""
 
     @chex.variants(without_jit=True)
-    @parameterized.named_parameters((name, name) for name in KINDS)
+    @parameterized.named_parameters((name, name) for name in KINDS if name != "MixtureOfExperts")
     def test_variants_agree(self, name):
         check_variant(self.variant, name)
+
+
+@pytest.mark.exhaustive
+class VariantOfExperts(chex.TestCase):
+    """The same, of the layer with the most operations."""
+
+    @chex.variants(without_jit=True)
+    def test_variants_agree(self):
+        check_variant(self.variant, "MixtureOfExperts")
 
 
 @pytest.mark.exhaustive

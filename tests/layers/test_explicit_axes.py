@@ -188,7 +188,7 @@ def test_decoding_with_a_cache():
     check(f, MESHES["data_model"], params, {}, SEQUENCES)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("GPT-greedy")
 @pytest.mark.parametrize("how", ["greedy", "sampled", "beam", "stream"])
 @pytest.mark.parametrize("name", ["GPT", "LSTMLanguageModel"])
 def test_generated_texts(name, how):

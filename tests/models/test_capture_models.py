@@ -77,7 +77,7 @@ def of_sites(sites, values):
     return named
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sampled(FEW, ["CNN", "Decoder"]))
 def test_values_and_cotangents(name, request):
     f, params, _, shapes = build(name)

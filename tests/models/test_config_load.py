@@ -45,7 +45,7 @@ def test_load_compares(tmp_path):
         pretrained.load(SMALL, tmp_path)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("Decoder--")
 @pytest.mark.parametrize(
     "model, config, names",
     [

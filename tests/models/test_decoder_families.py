@@ -73,7 +73,7 @@ def test_logits_and_text(loaded, tmp_path):
     }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("qwen2")
 @pytest.mark.parametrize("name", ALTERNATING)
 def test_alternating_blocks(name):
     """Stacked and separate blocks, their caches, gradients, quantized and low-rank parameters, one

@@ -68,7 +68,9 @@ def outputs(case):
     return [held[f"{case}/output{i}"] for i in range(9) if f"{case}/output{i}" in held]
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(
+    "dinov2/Dinov2ForImageClassification", "efficientnet/EfficientNetForImageClassification"
+)
 @pytest.mark.parametrize("case", sampled(CASES, QUICK))
 def test_outputs_and_the_way_back(case, tmp_path):
     weights, config = written(case, tmp_path)

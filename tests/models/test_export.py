@@ -77,6 +77,7 @@ def test_equals_the_model_at_two_sizes(name):
         close(program.call(params, *x), jax.jit(f)(params, *x), 1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sampled(["GPT", "Bert"], ["GPT"]))
 def test_16_bit_attention_is_portable(name):
     f, params, shape, shapes = build(name)
@@ -86,6 +87,7 @@ def test_16_bit_attention_is_portable(name):
     close(program.call(params, *x), jax.jit(f)(params, *x), 1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings(
     "ignore:tune. the compiler options"
 )  # of the jit that the program is compared with
@@ -212,7 +214,9 @@ def test_generate():
         )
 
 
-@pytest.mark.quick_cases(13)
+@pytest.mark.quick_cases(
+    "LSTMClassifier", "TreeLSTM", "CNN", "Decoder", "ResNet9", "DINOv2", "Roberta"
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_spec_of_symbolic_sizes(name):
     model, (_, params, shape, _) = MODELS[name][0], build(name)

@@ -97,6 +97,7 @@ class Counting(models.GPT):
         return super().forward(scope, tokens, lengths)
 
 
+@pytest.mark.exhaustive
 def test_one_program_for_all_lengths_and_options():
     params = prepared("gpt")[1]
     model = Counting(VOCAB, 16, 2, 2, context=40)

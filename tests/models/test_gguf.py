@@ -123,7 +123,7 @@ def decoded(model, params, kinds):
     return result if model.tied else result | {"head": {"kernel": new["output.weight"].T}}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("model3-kinds3-6")
 @pytest.mark.parametrize(
     ("model", "kinds", "quantized"),
     [

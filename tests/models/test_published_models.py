@@ -98,6 +98,7 @@ def near(got, want, tolerance=2e-5):
     assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
 
 
+@pytest.mark.quick_cases("resnet_bottleneck-torchvision", "vit-huggingface")
 @pytest.mark.parametrize(
     "name",
     sampled(MODELS, ["resnet_bottleneck-torchvision", "mobilenet_v2-timm", "vit-huggingface"]),

@@ -130,7 +130,7 @@ def test_logits_and_the_way_back(name, stacked, tmp_path):
         np.testing.assert_array_equal(back[key], array, key)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_text_is_transformers_own(name, tmp_path):
     written(name, tmp_path)

@@ -59,6 +59,7 @@ def without():
     )
 
 
+@pytest.mark.exhaustive
 def test_a_ragged_epoch_has_the_loss_of_one_device(plan):
     """44 rows in batches of 16: the last one has 12, and 8 devices."""
     traced = counted(step)

@@ -60,6 +60,7 @@ def compiled(step, where):
     )
 
 
+@pytest.mark.quick_cases("chunked-True")
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", sampled(CASES, ["chunked", "by_hand"]))
 def test_one_sum_over_the_chips(name, split):
@@ -83,6 +84,7 @@ def test_one_sum_over_the_chips(name, split):
     )
 
 
+@pytest.mark.exhaustive
 def test_without_it_each_turn_sums():
     plain = parallel.ledger(compiled(jax.grad(chunked), WHOLE))
     late = parallel.ledger(compiled(pin(jax.grad(chunked), MESH, "data", activations=False), WHOLE))

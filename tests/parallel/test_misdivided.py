@@ -89,6 +89,7 @@ def placed(name, mesh, choose):
     return name, jax.tree.map(lambda x: choose(shardings(x.shape, mesh)), prepared(name)[1])
 
 
+@pytest.mark.quick_cases("sizes1")
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
 def test_layers_on_drawn_shardings(sizes):
     draw = random.Random(str(sizes))
@@ -202,6 +203,7 @@ def test_a_sample_of_the_product(situation, name, sizes):
         assert found.result == "equal", (found, places)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["2d", "depthwise", "overlapping max"])
 def test_without_jit(name):
     """The input alone lies on the mesh, or nothing does, and the mesh is set."""
@@ -305,7 +307,7 @@ def test_the_ledger_names_what_the_layers_avoid():
     assert not parallel.ledger(jax.jit(model).lower(params, batch).compile()).transfers
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["2d", "grouped", "transposed"])
 def test_several_kernels_for_one_input(name):
     """`vmap` over the kernels makes one convolution of them, with more features."""
@@ -433,7 +435,7 @@ def test_a_strided_slice_over_split_features():
     assert [each.rows for each in plan.avoided] == [(misdivided.PADDING,)]
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("8-cummax", "12-cumprod")
 @pytest.mark.parametrize(
     "scanned",
     [

@@ -149,7 +149,7 @@ def error(got, want):
     return max(np.abs(a - b).max() / max(np.abs(b).max(), least) for a, b in zip(got, want))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("cnn")
 @pytest.mark.parametrize("name", sampled(CASES, ["gpt", "cnn", "microbatches"]))
 def test_numbers_on_eight_chips_are_those_of_one(name):
     step, params, batch = CASES[name]()

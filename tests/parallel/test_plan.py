@@ -35,7 +35,7 @@ def on_one_device(name):
     return initial, plain(plain(initial, batch)[0], batch)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("gpt-fsdp+pins-options2", "cnn-fsdp+pins+remat-options9")
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),
     [
@@ -82,6 +82,7 @@ def test_eight_devices_have_the_numbers_of_one(name, strategy, options):
     assert plan.chosen.persistent == held
 
 
+@pytest.mark.exhaustive
 def test_tensor_parallelism_splits_what_its_rules_name():
     step, init, batch = gpt()
     plan = parallel.plan(step, init, batch, strategy="fsdp", compile=False, **TENSOR)
@@ -103,7 +104,7 @@ def test_tensor_parallelism_splits_what_its_rules_name():
     assert wide and compiled.compiled.arguments == compiled.arguments
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("True-8-data")
 @pytest.mark.parametrize("strategy", ["data", "fsdp+pins"])
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("cast", [False, True])

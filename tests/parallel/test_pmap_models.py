@@ -62,7 +62,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sampled(CASES, ["cnn", "flax, both"]))
 def test_the_gradient_of_one_device(name):
     make, change = CASES[name]

@@ -102,7 +102,7 @@ def host(state):
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["shapes", pytest.param("arrays", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", TARGETS)
 def test_eight_devices_go_on_on_others(saved, name, kind):

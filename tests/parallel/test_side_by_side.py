@@ -85,6 +85,7 @@ def test_a_system_shares_the_batch_and_has_a_price_of_its_own():
         parallel.compare(step, init, jax.ShapeDtypeStruct((60, WIDTH), "float32"), ["TPU v2-8"])
 
 
+@pytest.mark.quick_cases("TPU v5e")
 @pytest.mark.parametrize("chip", ["RTX 2080 Ti", "TPU v5e"])
 def test_the_largest_batch_is_that_of_plan(chip):
     column = only(chip, precision="as written")

@@ -156,6 +156,7 @@ def test_power_is_told_where_it_is_known(no_compilers):
     )
 
 
+@pytest.mark.exhaustive
 def test_thousands_of_chips(no_compilers):
     began = time.perf_counter()
     plan = parallel.plan(*language_model(8192, width=256, depth=8, heads=8), devices="v5p:16x16x16")

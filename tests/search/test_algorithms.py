@@ -462,6 +462,7 @@ def members(n, **hyper):
     return init_n(jax.random.key(0), {"id": jnp.arange(n), **hyper})
 
 
+@pytest.mark.quick_cases("kind1-float32", "kind2-int32")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -492,7 +493,7 @@ def test_integers_are_drawn_uniformly(kind, dtype):
     assert abs(counts / 2000 - 1 / 3).max() < 0.04
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("none-7")
 @pytest.mark.parametrize("n", range(2, 10))
 @pytest.mark.parametrize("sound", ["all", "some", "none"])
 def test_replaced_members_are_no_parents_and_no_diverged_member_is_copied(n, sound):
@@ -546,6 +547,7 @@ def test_programs_are_told_apart_by_their_constants():
     )
 
 
+@pytest.mark.quick_cases("complex64")
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"]
 )

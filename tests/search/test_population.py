@@ -159,7 +159,7 @@ def test_the_choice_is_measured_explained_and_kept():
     ) == {"vmap", "loop"}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["vmap", "loop"])
 def test_a_member_that_diverges_is_marked(method):
     def step(state, batch, hyper):
@@ -233,7 +233,7 @@ def evaluation():
     return init, step, batches, hyper, {"test": tr.evaluator(search.each_member(measure), data, 4)}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("split-None")
 @pytest.mark.parametrize("method, devices", [("split", None), ("loop", None), ("loop", 2)])
 @pytest.mark.filterwarnings("ignore::fnet.training.ResumeWarning")
 def test_fit_logs_saves_and_resumes_bit_by_bit(method, devices, tmp_path, evaluation):

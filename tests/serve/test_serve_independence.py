@@ -141,7 +141,7 @@ DEPENDENT = {  # name: (function, specs, the reason)
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases("size", "integers", "a scalar", "pairs")
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_dependent_rows_are_computed_alone(name, tmp_path):
     f, specs, reason = DEPENDENT[name]
@@ -183,13 +183,14 @@ INDEPENDENT = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("a masked sum", "bytes")
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_independent_rows_are_batched(name, tmp_path):
     model = model_of(tmp_path, *INDEPENDENT[name])
     assert model.batched and model.not_batched is None and model.max_batch == 4
 
 
+@pytest.mark.exhaustive
 def test_a_layer_is_batched(tmp_path):
     params, _ = TOKENS.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
     model = model_of(tmp_path, TOKENS, {"x": ("b, t", "int32")}, params=params)
@@ -292,7 +293,7 @@ PADDED = {  # name: (function, specs, sizes, the reason or None)
 }
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases("maximum", "maximum of positive numbers", "reversed")
 @pytest.mark.parametrize("name", PADDED)
 def test_padding_is_tested(name, tmp_path):
     f, specs, pad, reason = PADDED[name]

@@ -65,6 +65,7 @@ def haiku_model(decay, steps):
     return lambda p, x, *, state, train: net.apply(p, state, x, train), params, state
 
 
+@pytest.mark.quick_cases("0.9-5", "0.99-500", "0.999-2000")
 @pytest.mark.parametrize(("decay", "steps"), [(0.9, 0), (0.9, 5), (0.99, 500), (0.999, 2000)])
 def test_haiku(decay, steps):
     """An average that is divided by 1 - decay ** counter when it is updated."""
@@ -82,6 +83,7 @@ def test_haiku(decay, steps):
     np.testing.assert_allclose(outputs, (BATCHES[0] - MEAN) / np.sqrt(VAR + 1e-5), atol=2e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps", [0, 3, 400])
 def test_equinox_batch_mode(steps):
     """An average that is divided by 1 - momentum ** counter when it is used."""
@@ -108,6 +110,7 @@ def test_equinox_batch_mode(steps):
     )
 
 
+@pytest.mark.quick_cases("linen", "nnx")
 @pytest.mark.parametrize("library", ["linen", "nnx", "fnet", "fnet, bfloat16"])
 def test_averages_that_begin_anywhere(library):
     if library.startswith("fnet"):

@@ -172,6 +172,7 @@ def small():
     return numbers(0, tree), numbers(1, tree, 10)
 
 
+@pytest.mark.quick_cases("adafactor-options2", "sgd-options3")
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -206,6 +207,7 @@ def test_a_stack_of_two_dense_layers(name, options):
     assert_close(got, want)
 
 
+@pytest.mark.exhaustive
 def test_attention_kernels_with_three_axes():
     """Heads are outputs of a query and inputs of the last layer, also if a stack and all sizes are
     equal."""
@@ -230,6 +232,7 @@ def test_attention_kernels_with_three_axes():
     assert_close(got, want)
 
 
+@pytest.mark.quick_cases("nnx")
 @pytest.mark.parametrize("library", ["nnx", "equinox"])
 def test_stacked_modules_of_other_libraries(library):
     """Layers that a vmap has stacked equal separate layers; LAMB."""
@@ -250,6 +253,7 @@ def test_stacked_modules_of_other_libraries(library):
         assert_close(row(got, i), trained(optax.lamb(0.1), row(stack, i), grad))
 
 
+@pytest.mark.exhaustive
 def test_each_member_of_a_population_has_its_own_norm():
     """The axis of members belongs to a vmap around the optimizer, so `axes` does not count it."""
     params, grads = small()
@@ -300,6 +304,7 @@ def test_parts_of_a_tree():
     assert tx.update(none, tx.init(none), none)[0]["kernel"].shape == (0, 2, 2)
 
 
+@pytest.mark.exhaustive
 def test_train_knows_the_axes_of_its_model():
     model = nn.Sequential(nn.Stack(nn.Dense(3), 2), head=nn.Dense(1))
     data = lambda i: (jnp.ones((4, 3)), jnp.ones((4, 1)))

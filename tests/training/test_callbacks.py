@@ -133,7 +133,7 @@ def test_a_signal_ends_a_function_that_waits(tmp_path, at):
     )
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("error-2")
 @pytest.mark.parametrize("at", [2, 4])
 @pytest.mark.parametrize("end", ["signal", "error"])
 def test_what_is_left_to_be_done_at_its_step_is_done_after_the_restart(tmp_path, at, end):
@@ -207,6 +207,7 @@ def test_a_signal_before_it_leaves_it_half_a_second(tmp_path):
     ) == (0, 0)
 
 
+@pytest.mark.quick_cases("tfevents-3", "metrics.jsonl-5")
 @pytest.mark.parametrize(
     ("failing", "at"), [("metrics.jsonl", 3), ("tfevents", 3), ("metrics.jsonl", 5)]
 )

@@ -61,6 +61,7 @@ def test_unknown_split():
     one_sentence(error, "mnist has a fixed split: split='last20' is only for digits")
 
 
+@pytest.mark.exhaustive
 def test_digits_do_not_import_scikit_learn():
     """Importing it takes 0.9 s, in each process."""
     code = "import sys; from fnet.training import datasets; datasets.load_digits(); assert 'sklearn' not in sys.modules"

@@ -75,6 +75,7 @@ def test_the_same_bits_after_a_death(tmp_path, options, plan, whole, death):
     same_run(tmp_path, whole[0])
 
 
+@pytest.mark.exhaustive
 def test_it_goes_on_under_another_plan_and_says_so(tmp_path, options, plan, whole):
     other = parallel.plan(
         step, lambda key: start(), SHAPES, strategy="data", devices=jax.devices()[:4]
@@ -136,6 +137,7 @@ def test_it_is_compiled_once(plan):
         monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.quick_cases("skip")
 @pytest.mark.parametrize("nonfinite", ["skip", "rollback"])
 def test_steps_that_are_not_finite(tmp_path, plan, nonfinite):
     def broken(i):

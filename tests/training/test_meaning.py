@@ -26,6 +26,7 @@ def run(tx, params, folder, steps):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "earlier, now, params, text",
     [
@@ -58,6 +59,7 @@ def test_a_run_under_an_earlier_rule(earlier, now, params, text, tmp_path):
     )
 
 
+@pytest.mark.quick_cases("earlier0-now0-params0")
 @pytest.mark.parametrize(
     "earlier, now, params",
     [

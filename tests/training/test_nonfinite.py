@@ -163,6 +163,7 @@ def test_a_skipped_step_leaves_the_optimizer_alone(tmp_path):
     assert int(state.opt_state[0].count) == 8 and int(expected.opt_state[0].count) == 9
 
 
+@pytest.mark.exhaustive
 def test_large_numbers_whose_squares_overflow_are_finite():
     """And leaves that are infinite from the beginning are meant to be: `reduce_on_plateau` has one."""
     state = start_with_state(
@@ -175,7 +176,7 @@ def test_large_numbers_whose_squares_overflow_are_finite():
     assert int(state.step) == 3 and np.isinf(state.state["plateau"])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(), (5,), (0, 2), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "float8_e5m2"])
 def test_the_first_leaf_that_is_not_finite_is_found(shape, dtype):
@@ -247,6 +248,7 @@ def test_when_every_step_is_skipped_the_run_ends():
         tr.fit(step, start(), batches(range(3, 20)), steps=20, nonfinite="skip", log_every=3)
 
 
+@pytest.mark.exhaustive
 def test_rolling_back_passes_over_the_bad_stretch(tmp_path, capsys):
     """From the checkpoint of step 4 on with the batches after the bad one, and all the same after a
     restart."""
@@ -347,6 +349,7 @@ def test_what_is_meant_to_be_infinite_is_not_blamed():
         tr.fit(masked, state, feed, steps=9, debug=True, log_every=3)
 
 
+@pytest.mark.exhaustive
 def test_in_a_stack():
     """Inside lax.scan, which the replay enters."""
     model = nn.Sequential(blocks=nn.Stack(nn.Residual(root()), 2), head=nn.Dense(1))

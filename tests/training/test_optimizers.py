@@ -15,7 +15,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases("momentum", "radam")
 @pytest.mark.parametrize("name", tr.OPTIMIZERS)
 def test_every_optimizer_goes_downhill_under_strict_promotion(name):
     tx = tr.optimizer(

@@ -130,7 +130,7 @@ def same(a, b, folder, other):
     assert rows(folder) == rows(other)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("jit")
 @pytest.mark.parametrize("name", CASES)
 def test_interrupted_and_resumed_it_ends_with_the_same_bits(tmp_path, name):
     feed, options = CASES[name]
@@ -173,7 +173,7 @@ def test_interrupted_at_any_call(tmp_path, name, die):
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nonfinite", ["stop", "skip", "rollback"])
 def test_interrupted_it_ends_with_the_same_error(tmp_path, nonfinite):
     """All batches from the ninth on are bad: also the number of rollbacks is that of the whole run."""

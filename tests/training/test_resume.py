@@ -127,7 +127,7 @@ class Died(Exception):
     pass
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("deaths", [[12], [1, 20]])
 def test_died_and_gone_on_it_ends_with_the_same_bits(tmp_path, options, whole, deaths):
     """Dead at any step: what was done after the last checkpoint is done again alike."""
@@ -144,7 +144,7 @@ def test_died_and_gone_on_it_ends_with_the_same_bits(tmp_path, options, whole, d
     same_run(tmp_path, whole[0])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("at", [12, 24])
 def test_interrupted_while_evaluating_it_evaluates_again(tmp_path, options, whole, at):
     real = options["evaluate"]["test"]

@@ -117,6 +117,7 @@ def test_without_a_config_it_warns_of_what_it_sees_and_of_what_it_cannot(tmp_pat
         fit(tmp_path, 4, tr.Batches(data, batch_size=8), config={"rate": 1})
 
 
+@pytest.mark.exhaustive
 def test_other_data_is_another_run(tmp_path):
     rows = np.arange(40, dtype=np.float32) / 40
     source = lambda rows, **options: tr.Batches({"x": rows}, batch_size=8, **options)

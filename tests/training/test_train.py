@@ -168,7 +168,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("float64-dict")
 @pytest.mark.parametrize("form", ["tuple", "dict"])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights_of_examples(tmp_path, kind, form):
@@ -245,6 +245,7 @@ def test_the_weights_of_every_batch_are_checked(wrong):
         )
 
 
+@pytest.mark.exhaustive
 def test_a_loss_with_one_value_for_each_token_is_weighted_by_example():
     tokens = np.arange(12, dtype=np.int32).reshape(4, 3) % 5
     model = nn.Sequential(nn.Embed(5, 4), nn.Dense(5))

@@ -139,7 +139,7 @@ def test_around_grad_there_are_as_many(name, platform):
     assert casts["bf16 -> f32"] <= want_casts.get("bf16 -> f32", 0) + 3
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STEPS)
 def test_a_cpu_computes_as_many_products_all_with_float32_sums(name):
     f, params, x = STEPS[name]
@@ -293,7 +293,7 @@ def residual_case():
     return params, normal(9, 2, 4, 16)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("jit-True")
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
 def test_a_residual_stream_in_16_bits(wrap, inside):

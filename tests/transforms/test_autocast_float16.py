@@ -36,7 +36,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("bfloat16-scaled in remat")
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_values(name, dtype):
@@ -44,7 +44,7 @@ def test_values(name, dtype):
     near(ft.autocast(f, dtype)(W), f(W), 2e-3 if dtype == "float16" else 2e-2)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["1e-8 added", "1e-12 at least", "times 3e4 over 3e4", "scaled in remat"]
 )

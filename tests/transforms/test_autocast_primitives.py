@@ -190,7 +190,7 @@ def test_follows_what_it_is_given(name, dtype):
     same(to_the_letter(cast, *args), to_the_letter(by_hand, *args))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("reduce_scatter-bfloat16")
 @each
 @pytest.mark.parametrize("name", COLLECTIVE)
 def test_collectives_follow(name, dtype):

@@ -117,7 +117,7 @@ BOTH = (
 )  # the others in bfloat16 only
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("Equinox MLP-bfloat16")
 @pytest.mark.parametrize(
     "name, dtype",
     [(name, dtype) for dtype in (BF16, F16) for name in CASES if dtype == BF16 or name in BOTH],
@@ -161,7 +161,7 @@ def test_one_more_rounding_fails():
         check_beside_casts_by_hand(f, case, F16, run, want, params, *inputs)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", sampled([name for name, case in CASES.items() if case.eagerly], ["mlp", "custom_vmap"])
 )

@@ -37,7 +37,7 @@ def mean(params, x):
     return jnp.sum(jnp.sin(SMALL(params, x))) / len(x)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:tune. the compiler options")
 @pytest.mark.parametrize(
     "name", sampled(TRANSFORMS, ["autocast", "tune", "rematerialize", "microbatch"])

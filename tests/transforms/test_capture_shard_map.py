@@ -45,7 +45,7 @@ def test_replaced_values(site, change):
     close(mapped(replaced)(X), replaced(X))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("site", "axis"), [("x", 0), ("h", 1), ("h[1]", 0)])
 def test_cotangents_belong_to_one_device(site, axis):
     def cotangents(add, x):

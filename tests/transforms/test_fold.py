@@ -190,7 +190,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(
+    "division by the product",
+    "two uses of the product",
+    "an output that is also scaled",
+    "between branches",
+    "bfloat16",
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name):
     f, params, x, folds = PROGRAMS[name]
@@ -285,6 +291,7 @@ def test_arguments_that_are_no_arrays():
     close(g(x, jnp.sin), f(params, x, jnp.sin), 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_float64():
     with jax.enable_x64(True):
         f, params = PROGRAMS["dense, scale and shift"][:2]

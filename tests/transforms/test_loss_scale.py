@@ -85,6 +85,7 @@ def test_every_transition_by_hand():
         assert updates["w"].tolist() == [update, 0.0] and scalars(state) == (scale, good, skipped)
 
 
+@pytest.mark.exhaustive
 def test_another_growth_and_backoff():
     tx = ft.loss_scale(optax.sgd(1.0), initial=100.0, growth=3.0, backoff=0.25, interval=1)
     state = tx.update(gradient(1.0, 1.0), tx.init(PARAMS), PARAMS)[1]
@@ -244,6 +245,7 @@ def test_it_is_found_wherever_it_is(nest):
     assert scalars(ft.loss_scale_state(state)) == (2.0, 0, 1)
 
 
+@pytest.mark.exhaustive
 def test_accumulated_gradients_are_unscaled_once():
     tx = optax.MultiSteps(ft.loss_scale(optax.sgd(1.0), initial=4.0), 2)
     state = tx.init(PARAMS)

@@ -20,6 +20,7 @@ def scalars(state):
     return float(state.scale), int(state.good_steps), int(state.skipped)
 
 
+@pytest.mark.quick_cases("True")
 @pytest.mark.parametrize("shard_map", [False, True])
 def test_all_devices_agree(shard_map):
     tx = ft.loss_scale(optax.sgd(1.0), axis_name="devices")

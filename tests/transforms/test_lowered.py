@@ -51,7 +51,7 @@ def error(a, b):
     return float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases("float16-batch leads", "float16-dot")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_values_are_those_of_operands_cast_by_hand(name, compute):
@@ -61,7 +61,7 @@ def test_values_are_those_of_operands_cast_by_hand(name, compute):
     assert error(jax.jit(low)(x, y), direct(rounded(x, compute), rounded(y, compute))) <= bound
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_have_the_operands_dtypes_and_low_precision_values(name):
     low, direct, x, y = product(name, "bfloat16")
@@ -86,6 +86,7 @@ def test_second_derivatives_and_batches(name):
         assert error(jax.vmap(low, axes)(*args), jax.vmap(direct, axes)(*args)) <= 2e-2
 
 
+@pytest.mark.quick_cases("matmul")
 @pytest.mark.parametrize("name", ["matmul", "conv"])
 def test_derivatives_on_one_mesh_after_another(name):
     """What is kept for a kind of product belongs to the mesh for which it was traced."""
@@ -105,6 +106,7 @@ def test_derivatives_on_one_mesh_after_another(name):
         assert error(jax.jit(gradient)(y, x), want) <= 2e-2
 
 
+@pytest.mark.quick_cases("matmul")
 @pytest.mark.parametrize("name", ["matmul", "conv"])
 def test_gradients_of_replicated_operands_on_an_explicit_mesh(name):
     low, _, x, y = product(name, "bfloat16")

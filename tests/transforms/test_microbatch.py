@@ -217,7 +217,7 @@ WAYS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [PADDED, SIGNED], ids=["weight 0", "negative weight"])
 def test_weights_of_any_sign_in_every_derivative(way, batch):
@@ -276,6 +276,7 @@ def test_gradients_of_the_batch_and_of_closures():
         close(jax.jacfwd(jax.grad(f))(0.5), jax.grad(jax.grad(nonlinear))(0.5, PADDED))
 
 
+@pytest.mark.exhaustive
 def test_weight_that_depends_on_the_parameters():
     importance = lambda p, batch: jnp.exp(p * batch["x"]) * batch["w"]
 

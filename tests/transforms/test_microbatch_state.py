@@ -126,7 +126,7 @@ def test_state_with_integers_is_carried(make):
     check(*make())
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("fnet")
 @pytest.mark.parametrize("make", [fnet, flax, haiku, counter])
 def test_declared_state_is_carried(make):
     loss, params, state = make()
@@ -217,6 +217,7 @@ def test_a_metric_with_the_shape_of_a_counter_is_a_sum():
     assert got[0]["hits"] == (X > 2).sum() and got[1]["step"] == 7 + N
 
 
+@pytest.mark.exhaustive
 def test_gradients_with_the_structure_of_the_state():
     """A moving average has the structure of the parameters and of their gradients."""
 

@@ -43,6 +43,7 @@ def same(step, *args, bound=1e-6):
     close(jax.jit(ft.tune(step, "TPU v5e"))(*args), jax.jit(step)(*args), bound)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chip", ["H100 SXM5 80GB", "TPU v5e"])
 def test_loops_over_layers_are_unrolled_in_both_passes(chip):
     step = jax.value_and_grad(layers, (0, 1))
@@ -149,6 +150,7 @@ def test_casts_of_constants_leave_the_loop(monkeypatch):
     assert fired(both, WEIGHTS[0], X) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_logit_of_a_label_by_comparison(dtype):
     loss = lambda logits, labels: optax.softmax_cross_entropy_with_integer_labels(
@@ -239,6 +241,7 @@ def test_other_products_stay_on_gpus():
     assert fired(lambda x, w: jnp.einsum("bi,bij->bj", x, w), ROW, MATRIX[None]) == []
 
 
+@pytest.mark.quick_cases("1.0")
 @pytest.mark.parametrize("mean", [0.0, 1.0, 30.0])
 def test_statistics_of_bfloat16_arrays_without_a_shift_on_tpus(mean):
     """Convolutions and BatchNorm under autocast. The statistics stay as accurate as the inputs in

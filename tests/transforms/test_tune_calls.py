@@ -179,7 +179,7 @@ WRAPS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WRAPS)
 def test_an_nnx_step_trains(name):
     (values, state), (wanted, expected) = trained(WRAPS[name]), trained(nnx.jit)
@@ -188,7 +188,7 @@ def test_an_nnx_step_trains(name):
     assert state["0" if "0" in state else 0]["calls"] == 3
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
 def test_an_nnx_step_trains_under_autocast(wrap):
     values, state = trained(lambda f: wrap(ft.autocast(f, "bfloat16")))

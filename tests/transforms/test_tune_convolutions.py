@@ -194,7 +194,7 @@ def outputs(f, x, w):
     return (y, *back(y + 0.5))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("explicit padding", "3-D")
 @pytest.mark.parametrize("case", [*CASES, *GROUPED])
 def test_value_and_gradients(case):
     f, x, w = (CASES | GROUPED)[case]
@@ -211,7 +211,7 @@ def test_value_and_gradients(case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("2-D", "many zeros")
 @pytest.mark.parametrize("case", DILATED)
 def test_inputs_with_zeros(case):
     (f, x, w), count = DILATED[case]
@@ -260,7 +260,7 @@ def test_a_small_convolution_of_few_multiplications_stays():
     assert not ft.explain(ft.tune(f, "cpu"), x, w).rows
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["3x3, stride 2", "groups: strided"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_dtypes(dtype, case):

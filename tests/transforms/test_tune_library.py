@@ -55,7 +55,7 @@ def onednn():
 # When.
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("there", [False, True])
 def test_what_a_program_does_most_decides(monkeypatch, there):
     monkeypatch.setattr(library, "onednn", lambda: there)

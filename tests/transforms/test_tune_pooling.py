@@ -45,7 +45,7 @@ def test_pooling_is_that_of_xla_bit_for_bit(window, kind):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("window", "shape"),
     [
@@ -88,7 +88,7 @@ def test_other_poolings_are_left_alone(window, strides, padding, shape):
 # NaN and Inf.
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("nan-cnn")
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_inf_stay_where_they_were(name, bad):
@@ -103,7 +103,7 @@ def test_nan_and_inf_stay_where_they_were(name, bad):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("kernel_layout")
 @pytest.mark.parametrize("rule", [name for name in NAMES if name not in ELSEWHERE])
 def test_one_bad_number_spreads_no_further(rule, monkeypatch):
     monkeypatch.setattr(_library, "onednn", lambda: rule == "kernel_layout")
@@ -164,6 +164,7 @@ SLOPES = jnp.arange(1.0, 9.0).reshape(2, 2, 2, 1)
 DIRECTION = jnp.arange(1.0, 33.0).reshape(2, 4, 4, 1)
 
 
+@pytest.mark.quick_cases("grad", "jvp", "second", "tuned twice")
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_ties_go_to_the_element_that_jax_selects(derivative):
     x = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 4, 4, 1)), jnp.float32)

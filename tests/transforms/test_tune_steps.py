@@ -57,7 +57,7 @@ def equinox_step():
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "how", [ft.tune, lambda f: ft.tune(eqx.filter_jit(f)), lambda f: eqx.filter_jit(ft.tune(f))]
 )
