@@ -99,10 +99,10 @@ docs: .venv-docs/.installed
 	JAX_PLATFORMS=cpu FNET_PROBE=0 .venv-docs/bin/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html $(ARGS)
 	.venv-docs/bin/python docs/check_links.py docs/_build/html
 
-# The wheel and the source distribution, in dist/.
+# The wheel and the source distribution, in dist/: built twice and compared, and tried out in an empty environment of each
+# supported Python that this machine has, with what pip finds on its index.
 dist: $(STAMP)
-	rm -rf dist build
-	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m tests.release $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

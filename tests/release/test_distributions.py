@@ -1,0 +1,109 @@
+"""The parts of `make dist` that need no build: archives whose bytes depend on their files alone, the
+interpreters that it finds, and what it takes for a failure."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+from tests.release import __main__ as make_dist
+from tests.release import distributions, trial
+
+FILES = {"fnet/a.py": b"a = 1\n", "fnet/b.py": b"", "package-1.dist-info/RECORD": b"fnet/a.py"}
+
+
+def wheel(path, names, year, mode):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            info = zipfile.ZipInfo(name, (year, 1, 2, 3, 4, 6))
+            info.external_attr = mode << 16
+            archive.writestr(info, FILES[name])
+    distributions.normalize_wheel(path, 1_000_000_000)
+    return path.read_bytes()
+
+
+def source(path, folder, names, mode):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(FILES[name])
+        (folder / name).chmod(mode)
+    with tarfile.open(path, "w:gz") as archive:
+        for name in names:
+            archive.add(folder / name, name)
+    distributions.normalize_source(path, 1_000_000_000)
+    return path.read_bytes()
+
+
+def test_a_wheel_depends_on_its_files_alone(tmp_path):
+    data = wheel(tmp_path / "one.whl", FILES, 2020, 0o100600)
+    assert data == wheel(tmp_path / "another.whl", reversed(FILES), 2024, 0o100775)
+    with zipfile.ZipFile(tmp_path / "one.whl") as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == FILES
+        assert archive.namelist()[-1].endswith("RECORD")
+        assert {info.date_time[0] for info in archive.infolist()} == {2001}
+        assert {info.external_attr >> 16 for info in archive.infolist()} == {0o100644}
+
+
+def test_a_source_distribution_depends_on_its_files_alone(tmp_path):
+    data = source(tmp_path / "one.tar.gz", tmp_path / "one", list(FILES), 0o600)
+    (tmp_path / "elsewhere").mkdir()
+    again = tmp_path / "elsewhere" / "another.tar.gz"
+    assert data == source(again, tmp_path / "another", list(reversed(FILES)), 0o664)
+    with tarfile.open(again) as archive:
+        assert {each.name: archive.extractfile(each).read() for each in archive} == FILES
+        assert {(each.mtime, each.mode, each.uid, each.uname) for each in archive} == {
+            (1_000_000_000, 0o644, 0, "")
+        }
+
+
+def test_the_time_of_the_files(monkeypatch, tmp_path):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000000000")
+    assert distributions.epoch() == 1_000_000_000
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "5")
+    assert distributions.epoch() == distributions.OLDEST
+    monkeypatch.delenv("SOURCE_DATE_EPOCH")
+    monkeypatch.setattr(distributions, "ROOT", tmp_path)  # where no commit is
+    assert distributions.epoch() == distributions.OLDEST
+
+
+def test_builds_that_differ_are_refused(monkeypatch, tmp_path):
+    def build(folder):
+        folder.mkdir()
+        (folder / "f.whl").write_text(folder.name)
+        return [folder / "f.whl"]
+
+    monkeypatch.setattr(distributions, "build", build)
+    with pytest.raises(SystemExit, match=r"two builds of f\.whl differ"):
+        make_dist.built(tmp_path)
+
+
+def test_an_interpreter_that_does_not_run_is_none(monkeypatch, tmp_path):
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert here in make_dist.supported()
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shim = tmp_path / "python3.98"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    assert make_dist.interpreter("3.98") is None
+    folder = tmp_path / "versions" / f"{here}.7" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").symlink_to(sys.executable)
+    assert make_dist.interpreter(here) in (f"/usr/bin/python{here}", str(folder / "python"))
+
+
+def test_a_distribution_without_fnet_fails_its_trial(tmp_path):
+    command = [sys.executable, "-m", "venv", "--without-pip", tmp_path / "environment"]
+    subprocess.run(command, check=True)
+    with pytest.raises(RuntimeError, match="No module named 'fnet'"):
+        trial.try_out(tmp_path / "environment" / "bin" / "python", tmp_path / "empty")
+
+
+def test_a_trial_does_not_see_the_repository(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    assert "PYTHONPATH" not in trial.clean() and trial.clean()["JAX_PLATFORMS"] == "cpu"
+    assert "jax.jit" in trial.example()
