@@ -12,6 +12,11 @@ of the trial. The lock is released when the worker and the process of the trial 
 trial is never run twice at the same time, even if its worker is killed. If a trial has no result
 and no lock, another worker continues the trial from its checkpoint. A worker ends when every trial
 has a result, or when its time is used up.
+
+Optuna's storages would not do: they take a trial for lost when its worker sends no heartbeat, so a
+killed worker's process that goes on and the worker that retries its trial train in one folder at
+the same time (the steps 1, 2, 3, 3, 4, 4, 5, 5), and they would make Optuna a dependency of every
+sweep.
 """
 
 from __future__ import annotations
