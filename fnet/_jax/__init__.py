@@ -11,7 +11,7 @@ import importlib
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 
 from fnet._jax._features import disabled
-from fnet._jax._jaxprs import close, consts_as_inputs, hoisted, unplaced, used_inputs
+from fnet._jax._jaxprs import close, consts_as_inputs, evaluate, hoisted, unplaced, used_inputs
 from fnet._jax._rules import CustomJvp, CustomVjp, custom_vmap_rule
 from fnet._jax._tracing import (
     bind,
@@ -48,6 +48,7 @@ __all__ = [
     "custom_vmap_rule",
     "disabled",
     "equation_context",
+    "evaluate",
     "hoisted",
     "kernels_in_exports",
     "line",

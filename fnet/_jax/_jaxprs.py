@@ -1,10 +1,11 @@
-"""Converts open jaxprs to closed jaxprs, and converts the constants of a jaxpr to inputs."""
+"""Converts open jaxprs to closed jaxprs, converts the constants of a jaxpr to inputs, and evaluates
+a jaxpr."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from fnet._jax._features import private
 
@@ -33,6 +34,11 @@ def _without_constants(jaxpr):
             arg_names=("",) * (len(invars) - len(info.arg_names)) + tuple(info.arg_names)
         )
     return Jaxpr((), invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, info, jaxpr.is_high)
+
+
+def evaluate(closed: Any, consts: list, inputs: list) -> list:
+    """Evaluates a closed jaxpr with other constants."""
+    return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*inputs)
 
 
 def used_inputs(jaxpr: Any, wanted: list[bool]) -> list[bool]:

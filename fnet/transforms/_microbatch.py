@@ -125,14 +125,15 @@ def microbatch(
             )
         call = _Call(f, args, options, where, modules)
         if n == 1:
-            result, _ = call(f, 0, call.batch, *call.start)
-            return call.result(jax.tree.map(_strong, result), found)
+            result, updated = call(f, 0, call.batch, *call.start)
+            written = call.note(updated)
+            return call.result(jax.tree.map(_strong, result), written, found)
         stacked = [_split(jnp.asarray(a), n) for a in call.batch]
         first = call.start, jax.tree.map(lambda a: a[0], stacked)
 
         def evaluated(i, both):
-            result, written = call(f, i, both[1], *both[0])
-            return _arrays(result), written
+            result, updated = call(f, i, both[1], *both[0])
+            return _arrays(result), call.note(updated)
 
         run, shapes, program, inputs = _traced(evaluated, first)
         axes = frozenset()
@@ -205,10 +206,8 @@ def microbatch(
         outputs |= {
             k: x for position, leaves in places.items() for k, x in zip(leaves, fixed[position])
         }
-        call.written = written
-        return call.result(
-            jax.tree.unflatten(structure, [outputs[k] for k in range(len(flat))]), found
-        )
+        result = jax.tree.unflatten(structure, [outputs[k] for k in range(len(flat))])
+        return call.result(result, written, found)
 
     return sliced
 
@@ -221,7 +220,6 @@ class _Call:
         batch: the arrays that are split into slices.
         start: ({position of an argument that is not batched: its arrays}, the arrays of the
             modules).
-        written: the arrays of the modules after the call.
     """
 
     def __init__(self, f, args, options, where, modules):
@@ -234,10 +232,10 @@ class _Call:
             {i: leaves for i, (leaves, _) in self._rest.items()},
             [] if modules is None else modules.arrays,
         )
-        self.written, self._updated = self.start[1], None
+        self._updated = None
 
     def __call__(self, f, i, batch, fixed, written):
-        """Returns (the result of f for a slice, the arrays of the modules after the call)."""
+        """Returns (the result of f for a slice, the modules after the call or None)."""
         args = self._rebuild(i, batch)
         for position, (_, rebuild) in self._rest.items():
             args[position] = rebuild(fixed[position])
@@ -248,18 +246,24 @@ class _Call:
         )
         (args, options), new = mutable.insert((args, self._options), modules)
         result = mutable.returned(f(*args, **options), new)
-        updated = mutable.updates(new, modules)
-        if updated is None:
-            return result, []
-        self._updated, self.written = updated, updated.arrays
-        return result, updated.arrays
+        return result, mutable.updates(new, modules)
 
-    def result(self, result, found):
-        """Returns the result of the call, and updates the caller's modules."""
+    def note(self, updated) -> list:
+        """Remembers what the function, other than `weight`, changes in the modules. Returns their
+        arrays."""
+        if updated is None:
+            return []
+        # Without the arrays, which belong to the trace of a slice.
+        self._updated = dataclasses.replace(updated, arrays=[])
+        return updated.arrays
+
+    def result(self, result, written, found):
+        """Returns the result of the call, and updates the caller's modules with the arrays
+        `written`."""
         updated = (
             None
             if self._updated is None
-            else dataclasses.replace(self._updated, arrays=list(self.written))
+            else dataclasses.replace(self._updated, arrays=list(written))
         )
         return mutable.apply(result, found, updated)
 
@@ -331,21 +335,28 @@ def _traced(f, first):
         `shapes` are the shapes of f's outputs. `program` is the closed jaxpr of f. `values` is a
         list of the floating-point arrays in `slice` and in the closure of f.
     """
-    traced, closed = jax.closure_convert(f, jnp.int32(0), first)
-    program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)
+    # Not jax.closure_convert, whose cache keeps f, and with it the arguments of every call.
+    program, shapes = jax.make_jaxpr(f, return_shape=True)(jnp.int32(0), first)
+    structure = jax.tree.structure(shapes)
 
     def run(i, slice_, gate=lambda x: x):
-        slice_, inner = jax.tree.map(
-            lambda x: gate(x) if _differentiable(x) else x, (slice_, closed)
-        )
+        slice_ = jax.tree.map(lambda x: gate(x) if _differentiable(x) else x, slice_)
+        closed = [gate(x) if _closed_over(x) else x for x in program.consts]
+        outputs = _jax.evaluate(program, closed, jax.tree.leaves((i, slice_)))
         # A constant output may be a typed scalar instead of an array.
         return jax.tree.map(
             lambda y, s: y if isinstance(y, jax.Array) else jnp.asarray(y, s.dtype),
-            traced(i, slice_, *inner),
+            jax.tree.unflatten(structure, outputs),
             shapes,
         )
 
-    return run, shapes, program, [x for x in jax.tree.leaves((first, closed)) if _differentiable(x)]
+    closed = filter(_closed_over, program.consts)
+    return run, shapes, program, [*filter(_differentiable, jax.tree.leaves(first)), *closed]
+
+
+def _closed_over(x) -> bool:
+    """Whether a constant of a program may depend on a value that is differentiated."""
+    return isinstance(x, jax.core.Tracer) and _differentiable(x)
 
 
 def _differentiable(x) -> bool:

@@ -51,7 +51,7 @@ def nnx_split_and_merge(parts, x, y):
     return _loss(nnx.merge(*parts), x, y)
 
 
-@topic(Made(Network), x, y, wrt=())
+@topic(Made(Network), x, y, wrt=(), batched=(1, 2))
 def nnx_module_as_argument(model, x, y):
     return _loss(model, x, y)
 

@@ -1,5 +1,8 @@
 """microbatch: state goes from slice to slice. The reference takes n separate steps."""
 
+import gc
+import weakref
+
 import equinox as eqx
 import flax.linen as linen
 import haiku as hk
@@ -7,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import checking_leaks, sampled
 from flax import nnx
 
 from fnet import layers as nn
@@ -268,6 +272,75 @@ def test_modules_of_nnx(wrap):
     same(got, jax.tree.map(lambda *leaves: sum(leaves) / N, *results))
     same(nnx.state(model), nnx.state(reference))
     assert model.steps[...] == N
+
+
+def test_a_weight_leaves_the_updates_of_modules_alone():
+    f = nnx.value_and_grad(lambda model, x: jnp.square(model(x)).mean())
+    expected, model = Block(), Block()
+    ft.microbatch(f, N)(expected, X)
+    ft.microbatch(f, N, weight=lambda model, x: 1.0)(model, X)
+    assert model.steps[...] == N
+    same(nnx.state(model), nnx.state(expected))
+
+
+def _merged(params, rest, x):
+    """A module that exists inside the function alone, with its statistics as second result."""
+    model = nnx.merge(
+        nnx.graphdef(Block()), params, rest, copy=True
+    )  # they may belong to an outer trace
+    return jnp.square(model(x)).mean(), nnx.state(model, nnx.BatchStat)
+
+
+def _sliced(f):
+    return ft.microbatch(f, N, argnums=2, carry=())
+
+
+_FORMS = {
+    "value": _sliced(_merged),
+    "grad of it": jax.grad(lambda *args: _sliced(_merged)(*args)[0]),
+    "of a gradient": _sliced(jax.value_and_grad(_merged, has_aux=True)),
+    "vmap": jax.vmap(_sliced(_merged), in_axes=(None, None, 0)),
+    "vmap of a gradient": jax.vmap(
+        jax.grad(_sliced(_merged), has_aux=True), in_axes=(None, None, 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", sampled(_FORMS, ["grad of it", "vmap"]))
+def test_no_tracer_of_a_slice_survives(form):
+    _, params, rest = nnx.split(Block(), nnx.Param, ...)
+    x = jnp.stack([X, X]) if form.startswith("vmap") else X
+    with checking_leaks():
+        jax.jit(_FORMS[form]).trace(params, rest, x)
+
+
+@pytest.mark.parametrize("weight", [None, lambda model, x: x.sum()], ids=["equal", "weighted"])
+def test_no_tracer_in_a_module_survives(weight):
+    f = nnx.value_and_grad(lambda model, x: jnp.square(model(x)).mean())
+    with checking_leaks():
+        jax.jit(lambda x: ft.microbatch(f, N, weight=weight)(Block(), x)).trace(X)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("make", [fnet, haiku, equinox, flax, counter])
+def test_no_tracer_in_the_state_of_a_library_survives(make):
+    loss, params, state = make()
+    sliced = ft.microbatch(loss, N, carry=1)
+    of_gradient = ft.microbatch(jax.value_and_grad(loss, has_aux=True), N, carry=1)
+    forms = (jax.grad(sliced, has_aux=True), of_gradient)
+    with jax.numpy_dtype_promotion("standard"), checking_leaks():
+        for form in forms:
+            jax.jit(form).trace(params, state, X)
+
+
+def test_arguments_are_released():
+    """An eager call of each step must not keep the batches of the calls before it."""
+    x = jnp.ones((8, 3))
+    ft.microbatch(lambda w, x: w * x.mean(), N, weight=lambda w, x: x.sum())(2.0, x)
+    kept = weakref.ref(x)
+    del x
+    gc.collect()
+    assert kept() is None
 
 
 def test_errors():
