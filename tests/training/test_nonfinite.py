@@ -372,6 +372,62 @@ def test_input_that_is_not_finite_is_named():
         tr.fit(step, start(), batches({2}), steps=4, debug=True)
 
 
+def test_a_resumed_run_of_which_every_step_was_skipped_is_replayed(tmp_path):
+    """It ends before it takes a step, because the step of its checkpoint was not logged."""
+
+    def crash(end):
+        if end.step == 6:
+            raise OSError("no space left")
+
+    options = {"nonfinite": "skip", "log_every": 3, "workdir": tmp_path, "config": {}}
+    feed = batches(range(3, 20))
+    with pytest.raises(OSError, match="no space left"):
+        tr.fit(step, start(), feed, steps=20, **options, on_step=crash)
+    with pytest.raises(
+        tr.Diverged,
+        match=r"the state or a metric was not finite at step 4 of 20 \(batch 3\), and so was every "
+        r"step up to 6; .*\. On a replay of that step 'batch/x' went into it already not finite",
+    ):
+        tr.fit(step, start(), feed, steps=20, debug=True, **options)
+
+
+def divided(state, batch):
+    new, metrics = step(state, batch)
+    with jax.named_scope("divide"):
+        return new, {"loss": metrics["loss"] / batch["scale"]}
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_batch_after_a_rollback_is_replayed(tmp_path, interrupted):
+    """The batches before it have another fault. The checkpoint at which the first process was
+    interrupted does not belong to the run any more after the rollback."""
+    feed = lambda i: batches({5, 6, 7})(i) | {"scale": np.float32(i != 8)}
+    options = {"nonfinite": "rollback", "log_every": 2, "save_every": 2, "config": {}}
+
+    def crash(end):
+        if end.step == 5:
+            raise OSError("no space left")
+
+    if interrupted:
+        with pytest.raises(OSError, match="no space left"):
+            tr.fit(
+                divided,
+                start(),
+                feed,
+                steps=20,
+                workdir=tmp_path,
+                **options,
+                on_step=crash,
+            )
+        assert tr.Checkpoints(tmp_path / "checkpoints").steps()[-1] == 5
+    with pytest.raises(
+        tr.Diverged,
+        match=r"at step 5 of 20 \(batch 8\), after 3 rollbacks to step 4; .* the first \w+ came "
+        r"from 'div' float32\[\] in 'divide'",
+    ):
+        tr.fit(divided, start(), feed, steps=20, workdir=tmp_path, debug=True, **options)
+
+
 def test_a_way_that_there_is_not():
     with pytest.raises(ValueError, match="nonfinite='ignore': use stop, skip, rollback"):
         tr.fit(step, start(), batches(), steps=4, nonfinite="ignore")

@@ -47,6 +47,10 @@ class Program:
         self._name = f"{function} with {[jnp.shape(x) for x in jax.tree.leaves(state)]}"
         _compilation_cache.preload(self._name)
 
+    @property
+    def compiled(self) -> bool:
+        return hasattr(self, "advance")
+
     def zeros(self, state: Any, batch: Any) -> Any:
         """Checks the step, and returns the initial sums of its metrics.
 

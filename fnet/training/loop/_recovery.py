@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fnet.training.checkpoints._reading import CheckpointError
 from fnet.training.loop import _nonfinite
 from fnet.training.loop._feed import Feed
 from fnet.training.loop._nonfinite import Diverged
@@ -125,22 +126,21 @@ class Recovery:
         if kept is not None:
             text += f"; the checkpoint of step {kept} is sound"
         if self.options.debug:
-            text += f". {self._blame(bad, kept)}"
+            text += f". {self._blame(bad)}"
         return Diverged(f"{text}. Lower the learning rate, clip the gradient, or look at the data")
 
-    def _blame(self, bad: int, kept: int | None) -> str:
+    def _blame(self, bad: int) -> str:
         """Replays the run up to the step that produced NaN or infinity, and names the layer of the
         first such value."""
-        run = self.run
-        if kept is not None and kept <= bad:
-            run.load()
-            state, at = run.state, run.at
-        elif self.given is not None and int(self.given.step) <= bad:
-            state, at = run.spread.state(self.given), int(self.given.step)
-        else:
+        run, offset = self.run, self.run.offset
+        start = self._start_of_replay(bad)
+        if start is None:
             return "No checkpoint before it is left to replay it from"
+        state, at = start
+        if not self.program.compiled:  # the run ends before its first step
+            self.program.compile(run, self.feed.example, self.reports)
         watch, before = run.spread.whole(_nonfinite.start(0)), None
-        batches = self.feed.replay(at, bad + 1, run.offset)
+        batches = self.feed.replay(at, bad + 1, offset)
         with contextlib.closing(batches), contextlib.suppress(Stopping):
             for i in range(at, bad):
                 batch = batches()
@@ -149,3 +149,17 @@ class Recovery:
                 state, _, watch, _ = self.program.advance(state, run.fresh_metrics(), watch, batch)
             return _nonfinite.first_layer(self.program.step, (state, batches()), before)
         return "A signal ended the replay"
+
+    def _start_of_replay(self, bad: int) -> tuple[Any, int] | None:
+        """Returns a state of this run from which step `bad` was reached with the current offset of
+        the batches, and its step. Returns None if there is none."""
+        run, offset = self.run, self.run.offset
+        for step in run.sound_steps(bad):
+            with contextlib.suppress(CheckpointError):  # damaged
+                run.load(step)
+                # Other checkpoints from before a rollback do not belong to this run any more.
+                if run.offset == offset or step == run.rollbacks[0]:
+                    return run.state, run.at
+        if self.given is None or int(self.given.step) > bad or offset:
+            return None
+        return run.spread.state(self.given), int(self.given.step)

@@ -271,12 +271,18 @@ class RunState:
         uninterrupted run."""
         if self.checkpoints is None or self.options.nonfinite != "rollback":
             return None
-        self.checkpoints.wait()
-        for step in reversed(self.checkpoints.steps()):
+        for step in self.sound_steps(most):
             with contextlib.suppress(CheckpointError):  # damaged
-                if step <= most and self.checkpoints.notes(step).get("regular", True):
+                if self.checkpoints.notes(step).get("regular", True):
                     return step
         return None
+
+    def sound_steps(self, most: int) -> list[int]:
+        """Returns the steps of the checkpoints up to step `most`, the newest first."""
+        if self.checkpoints is None:
+            return []
+        self.checkpoints.wait()
+        return [step for step in reversed(self.checkpoints.steps()) if step <= most]
 
     def latest(self) -> int | None:
         """Returns the step of the last checkpoint, or None if there is no checkpoint."""
