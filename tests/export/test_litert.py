@@ -233,7 +233,7 @@ def test_errors(tmp_path, monkeypatch):
     with pytest.raises(
         ImportError,
         match=r"LiteRT needs the packages litert-converter, ai-edge-litert and ai-edge-quantizer "
-        r"\(.*litert_converter.*\): pip install litert-converter==0\.5\.0 'ai-edge-litert==2\.3\.\*' "
+        r"\(.*\): pip install litert-converter==0\.5\.0 'ai-edge-litert==2\.3\.\*' "
         r"'ai-edge-quantizer==0\.10\.\*'\. They exist for some versions of Python and systems alone; "
         r"this is Python 3\.\d+ on \w+",
     ):
