@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from fnet import _jax
@@ -65,49 +65,43 @@ class Body(NamedTuple):
 def bodies(eqn: Any) -> tuple[Body, ...]:
     """Returns the jaxprs inside an equation, or an empty tuple for an ordinary operation."""
     name, params = eqn.primitive.name, eqn.params
+    inputs = range(len(eqn.invars))
     if name in CALLS:
-        return (
-            _body(
-                "call",
-                next(params[key] for key in _HELD if key in params),
-                1,
-                range(len(eqn.invars)),
-            ),
-        )
+        held = next(params[key] for key in _HELD if key in params)
+        return (_body("call", held, 1, inputs),)
     if name == "scan":
-        return (_body("scan", params["jaxpr"], params["length"], range(len(eqn.invars))),)
+        return (_body("scan", params["jaxpr"], params["length"], inputs),)
     if name == "while":
         tests, steps = params["cond_nconsts"], params["body_nconsts"]
-        carry = range(tests + steps, len(eqn.invars))
+        carry = inputs[tests + steps :]
         return (
-            _body("while_cond", params["cond_jaxpr"], None, (*range(tests), *carry)),
-            _body("while_body", params["body_jaxpr"], None, (*range(tests, tests + steps), *carry)),
+            _body("while_cond", params["cond_jaxpr"], None, (*inputs[:tests], *carry)),
+            _body("while_body", params["body_jaxpr"], None, inputs[tests:]),
         )
     if name == "cond":
-        return tuple(
-            _body("branch", branch, 1, range(1, len(eqn.invars))) for branch in params["branches"]
-        )
+        return tuple(_body("branch", branch, 1, inputs[1:]) for branch in params["branches"])
     if name == "shard_map":
         shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-        return (_body("shard_map", params["jaxpr"], shards, range(len(eqn.invars))),)
+        return (_body("shard_map", params["jaxpr"], shards, inputs),)
     if name == "custom_linear_solve":
         return (_body("solve", params["jaxprs"].solve, 1, None),)
     if name in _COMBINING:
         return ()
-    values = [value for key, value in params.items() if key not in _COMBINERS]
-    items = [
-        item
-        for value in values
-        for item in (value if isinstance(value, (tuple, list)) else (value,))
-    ]
-    return tuple(
-        _body("other", item, 1, None)
-        for item in items
-        if hasattr(getattr(item, "jaxpr", item), "eqns")
-    )
+    return tuple(_body("other", jaxpr, 1, None) for jaxpr in _jaxprs_in(params))
 
 
-def _body(kind, jaxpr, times, inputs):
+def _jaxprs_in(params: dict) -> list:
+    """Returns the jaxprs among the parameters of an unknown primitive, also those in lists."""
+    jaxprs = []
+    for name, value in params.items():
+        if name in _COMBINERS:
+            continue
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        jaxprs += [item for item in items if hasattr(getattr(item, "jaxpr", item), "eqns")]
+    return jaxprs
+
+
+def _body(kind: str, jaxpr: Any, times: int | None, inputs: Iterable[int] | None) -> Body:
     return Body(kind, _jax.close(jaxpr), times, None if inputs is None else tuple(inputs))
 
 

@@ -36,16 +36,20 @@ def cost(eqn: Any) -> Cost:
     element. If all inputs and outputs of an elementwise operation or a reduction are integers or
     bools, the operation costs nothing.
     """
-    name, kind = eqn.primitive.name, traits(eqn.primitive.name).kind
-    ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-    if (found := product(eqn)) is not None:
+    name = eqn.primitive.name
+    kind = traits(name).kind
+    ins = [v.aval for v in eqn.invars]
+    outs = [v.aval for v in eqn.outvars]
+    found = product(eqn)
+    if found is not None:
         return _dot(found, ins) if found.op is DOT else _conv(found, ins, outs[0])
     if name == "ragged_dot_general":
         return _ragged_dot(eqn, ins)
-    floating = any(_inexact(aval) for aval in (*ins, *outs))
-    size = sum(_size(aval) for aval in outs)
     if kind in _FREE:
         return Cost("free")
+
+    floating = any(_inexact(aval) for aval in (*ins, *outs))
+    size = sum(_size(aval) for aval in outs)
     if kind == "transcendental":
         return Cost("transcendental", size)
     if kind == "elementwise" or name == "select_and_gather_add":
@@ -53,16 +57,17 @@ def cost(eqn: Any) -> Cost:
     if kind == "reduction":
         return Cost("reduction", _size(ins[0]) if floating else 0)
     if kind == "scatter":
-        return Cost("reduction", _size(ins[-1]) if floating and name != "scatter" else 0)
+        combines = floating and name != "scatter"  # a plain scatter only replaces elements
+        return Cost("reduction", _size(ins[-1]) if combines else 0)
     if kind == "window":
-        inside = math.prod(eqn.params["window_dimensions"])
-        return Cost(
-            "reduction", inside * (_size(ins[0]) if name.startswith("select_and_scatter") else size)
-        )
+        windows = _size(ins[0]) if name.startswith("select_and_scatter") else size
+        return Cost("reduction", math.prod(eqn.params["window_dimensions"]) * windows)
     if kind == "sort":
-        return Cost("elementwise", int(_size(ins[0]) * math.log2(max(2, ins[0].shape[-1]))))
+        comparisons = math.log2(max(2, ins[0].shape[-1]))
+        return Cost("elementwise", int(_size(ins[0]) * comparisons))
     if kind == "linear_algebra":
         return _linear_algebra(eqn, ins, outs)
+
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return Cost("matmul", int(estimate.flops))
@@ -92,17 +97,16 @@ def nbytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
-    # Correct also for types smaller than a byte.
-    limits = (
-        jnp.finfo
-        if jnp.issubdtype(dtype, jnp.floating)
-        else jnp.iinfo
-        if jnp.issubdtype(dtype, jnp.integer)
-        else None
-    )
-    bits = limits(dtype).bits if limits else 8 * dtype.itemsize
-    # "/" would fail for symbolic sizes.
-    return -(-_size(aval) * bits // 8) if bits % 8 else _size(aval) * (bits // 8)
+    # The itemsize of a type smaller than a byte, such as int4, is 1.
+    if jnp.issubdtype(dtype, jnp.floating):
+        bits = jnp.finfo(dtype).bits
+    elif jnp.issubdtype(dtype, jnp.integer):
+        bits = jnp.iinfo(dtype).bits
+    else:
+        bits = 8 * dtype.itemsize
+    if bits % 8 == 0:
+        return _size(aval) * (bits // 8)
+    return -(-_size(aval) * bits // 8)  # "/" would fail for symbolic sizes
 
 
 def _dot(found: Product, ins: list[Any]) -> Cost:

@@ -17,6 +17,7 @@ from fnet.jaxpr._calls import CALLS, INLINED
 from fnet.jaxpr._enter import inline
 from fnet.jaxpr._primitives import description
 from fnet.jaxpr._rewrite import Interpreter
+from fnet.jaxpr._scopes import Scope
 from fnet.jaxpr._values import Value
 
 _SAME = (
@@ -53,7 +54,7 @@ def flatten(closed: Any) -> Any:
     return _again(_Flattener(CALLS), closed)
 
 
-def _again(interpreter, closed):
+def _again(interpreter: Interpreter, closed: Any) -> Any:
     return jax.make_jaxpr(lambda *arrays: interpreter.outputs(closed, arrays))(*closed.in_avals)
 
 
@@ -62,27 +63,25 @@ class _Inliner(Interpreter):
         super().__init__()
         self.calls, self.unless = calls, unless
 
-    def depends(self, at):
+    def depends(self, at: Scope) -> None:
         return None
 
-    def equation(self, eqn, at, inputs, plan):
+    def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Any) -> Any:
         if eqn.primitive.name in self.calls and not (self.unless and self.unless(eqn)):
             return inline(self, eqn, at, inputs, (None,) * len(eqn.outvars))
         return NotImplemented
 
 
 class _Flattener(_Inliner):
-    def equation(self, eqn, at, inputs, plan):
+    def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Any) -> Any:
         name, own = eqn.primitive.name, description(eqn.primitive)
         if own.plain is not None:
-            jaxpr = own.plain(eqn)
-            return self.evaluate(jaxpr, (), inputs, at)
+            return self.evaluate(own.plain(eqn), (), inputs, at)
         if own.stands_for is not None:
             op, options, compute = own.stands_for(eqn.params)
             operands = [value.x.astype(compute) for value in inputs]
-            wide = op.bind(
-                *operands, **{**options, "preferred_element_type": jnp.dtype(jnp.float32)}
-            )
+            options = {**options, "preferred_element_type": jnp.dtype(jnp.float32)}
+            wide = op.bind(*operands, **options)
             return [Value(wide.astype(eqn.outvars[0].aval.dtype))]
         if name in _SAME:
             return inputs[: len(eqn.outvars)]  # "divided" has further operands
@@ -92,7 +91,7 @@ class _Flattener(_Inliner):
         return super().equation(eqn, at, inputs, plan)
 
 
-def _split(params, outvars, x):
+def _split(params: dict, outvars: list, x: jax.Array) -> list:
     start, axis, parts = 0, params["axis"], []
     for size in params["sizes"]:
         parts.append(lax.slice_in_dim(x, start, start + size, axis=axis))
@@ -100,59 +99,50 @@ def _split(params, outvars, x):
     return parts
 
 
-def _unstack(params, outvars, x):
+def _unstack(params: dict, outvars: list, x: jax.Array) -> list:
     axis = params["axis"]
-    return [
-        lax.reshape(lax.slice_in_dim(x, i, i + 1, axis=axis), v.aval.shape)
-        for i, v in enumerate(outvars)
-    ]
+    slices = [lax.slice_in_dim(x, i, i + 1, axis=axis) for i in range(len(outvars))]
+    return [lax.reshape(each, v.aval.shape) for each, v in zip(slices, outvars)]
 
 
-def _stack(params, outvars, *arrays):
+def _stack(params: dict, outvars: list, *arrays: jax.Array) -> list:
     axis = params["axis"]
-    return [
-        lax.concatenate(
-            [lax.reshape(x, (*x.shape[:axis], 1, *x.shape[axis:])) for x in arrays], axis
-        )
-    ]
+    slices = [lax.reshape(x, (*x.shape[:axis], 1, *x.shape[axis:])) for x in arrays]
+    return [lax.concatenate(slices, axis)]
 
 
-def _tile(params, outvars, x):
-    reps = params["reps"]
-    both = tuple(size for pair in zip(reps, x.shape) for size in pair)
-    return [
-        lax.reshape(
-            lax.broadcast_in_dim(x, both, tuple(range(1, 2 * x.ndim, 2))), outvars[0].aval.shape
-        )
-    ]
+def _tile(params: dict, outvars: list, x: jax.Array) -> list:
+    repeated = []  # [repetitions of axis 0, axis 0, repetitions of axis 1, axis 1, ...]
+    for times, size in zip(params["reps"], x.shape):
+        repeated += [times, size]
+    y = lax.broadcast_in_dim(x, repeated, tuple(range(1, 2 * x.ndim, 2)))
+    return [lax.reshape(y, outvars[0].aval.shape)]
 
 
-def _reshape(params, outvars, x):
+def _reshape(params: dict, outvars: list, x: Any) -> list:
     return [lax.reshape(x, outvars[0].aval.shape)]
 
 
-def _dimensions(params, outvars, x):
+def _dimensions(params: dict, outvars: list, x: Any) -> Any:
     """Replaces a reshape. If the reshape has the parameter `dimensions`, the axes of the operand
     are first permuted to the order `dimensions`."""
     order = params.get("dimensions")
     return _reshape(params, outvars, x if order is None else lax.transpose(x, order))
 
 
-def _mul(params, outvars, *operands):
+def _mul(params: dict, outvars: list, *operands: jax.Array) -> list:
     dtype = params.get("out_dtype")
-    return [
-        lax.mul(
-            *(operands if dtype is None else (lax.convert_element_type(x, dtype) for x in operands))
-        )
-    ]
+    if dtype is not None:
+        operands = tuple(lax.convert_element_type(x, dtype) for x in operands)
+    return [lax.mul(*operands)]
 
 
-def _scatter_sub(params, outvars, x, indices, updates):
+def _scatter_sub(params: dict, outvars: list, x: Any, indices: Any, updates: Any) -> list:
     options = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
     return [lax.scatter_add(x, indices, lax.neg(updates), params["dimension_numbers"], **options)]
 
 
-_SIMPLER = {
+_SIMPLER: dict[str, Callable[..., list]] = {
     "mul": _mul,
     "scatter-sub": _scatter_sub,
     "square": lambda params, outvars, x: [lax.mul(x, x)],

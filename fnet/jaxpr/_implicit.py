@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,17 @@ class ImplicitArray:
         return False
 
 
-Part = tuple[int, int, int]  # (axis, size, stride): the indices stride * i of an axis, for i < size
+class Part(NamedTuple):
+    """The indices stride * i of an axis, for i < size."""
+
+    axis: int
+    size: int
+    stride: int
+
+    def split(self, size: int) -> tuple[Part, Part]:
+        """Splits the axis into a major axis of `size` elements, and the rest."""
+        rest = self.size // size
+        return Part(self.axis, size, self.stride * rest), Part(self.axis, rest, self.stride)
 
 
 @functools.partial(
@@ -160,7 +170,7 @@ class View:
 
     @classmethod
     def of(cls, base: ImplicitArray, dtype: Any = None) -> View:
-        groups = tuple(((i, n, 1),) if n != 1 else () for i, n in enumerate(base.shape))
+        groups = tuple((Part(i, n, 1),) if n != 1 else () for i, n in enumerate(base.shape))
         return cls(base, groups, jnp.dtype(base.dtype if dtype is None else dtype))
 
     @property
@@ -186,19 +196,22 @@ class View:
     def reshape(self, shape: tuple[int, ...]) -> View | None:
         """Returns the reshaped view, or None if splitting and then merging adjacent axes cannot
         give the new shape."""
-        parts, groups = [part for group in self.groups for part in group], []
+        parts = [part for group in self.groups for part in group]
+        groups = []
         for size in shape:
-            group, missing = [], size
+            group: list[Part] = []
+            missing = size
             while missing != 1:
                 if not parts:
                     return None
-                axis, n, stride = parts.pop(0)
-                if missing % n == 0:
-                    group.append((axis, n, stride))
-                    missing //= n
-                elif n % missing == 0:
-                    group.append((axis, missing, stride * (n // missing)))
-                    parts.insert(0, (axis, n // missing, stride))
+                part = parts.pop(0)
+                if missing % part.size == 0:
+                    group.append(part)
+                    missing //= part.size
+                elif part.size % missing == 0:
+                    outer, inner = part.split(missing)
+                    group.append(outer)
+                    parts.insert(0, inner)
                     missing = 1
                 else:
                     return None
@@ -220,13 +233,10 @@ class View:
 
     def materialize(self) -> jax.Array:
         parts = [part for group in self.groups for part in group]
-        split = sorted(parts, key=lambda part: (part[0], -part[2]))
-        array = self.base.materialize().reshape([n for _, n, _ in split])
-        return (
-            array.transpose([split.index(part) for part in parts])
-            .reshape(self.shape)
-            .astype(self.dtype)
-        )
+        by_axis = sorted(parts, key=lambda part: (part.axis, -part.stride))
+        array = self.base.materialize().reshape([part.size for part in by_axis])
+        array = array.transpose([by_axis.index(part) for part in parts])
+        return array.reshape(self.shape).astype(self.dtype)
 
     def dot(self, x: jax.Array, contracted: tuple[int, ...], batch: int, dot: Callable) -> Any:
         """Returns the matrix product of x and this `View` of an implicit array (such as a quantized
@@ -249,56 +259,62 @@ class View:
         """
         if batch:
             return self._batched(x, contracted, batch, dot)
-        parts = [part for i in contracted for part in self.groups[i]]
-        free = [i for i in range(self.ndim) if i not in contracted]
-        axes = list(dict.fromkeys(axis for axis, _, _ in parts))
-        rest = [axis for axis in range(self.base.ndim) if axis not in axes]
-        # Parts of one axis must be adjacent, from major to minor, so that together they are the
-        # axis.
-        if parts != [part for axis in axes for part in self._parts(axis)] or any(
-            axis in axes for i in free for axis, _, _ in self.groups[i]
-        ):
+        axes = self._whole_axes(contracted)
+        if axes is None:
             return NotImplemented
         lead = x.shape[: x.ndim - len(contracted)]
-        y = self.base.dot(
-            x.reshape(*lead, *(self.base.shape[axis] for axis in axes)), tuple(axes), dot
-        )
+        x = x.reshape(*lead, *(self.base.shape[axis] for axis in axes))
+        y = self.base.dot(x, axes, dot)  # [*lead, *the other axes of base]
         if y is NotImplemented:
             return y
-        split = [part for axis in rest for part in self._parts(axis)]
-        order = [split.index(part) for i in free for part in self.groups[i]]
-        y = y.reshape(*lead, *(n for _, n, _ in split))
+        others = [axis for axis in range(self.base.ndim) if axis not in axes]
+        free = [i for i in range(self.ndim) if i not in contracted]
+        parts = [part for axis in others for part in self._parts(axis)]
+        order = [parts.index(part) for i in free for part in self.groups[i]]
+        y = y.reshape(*lead, *(part.size for part in parts))
         y = y.transpose(*range(len(lead)), *(len(lead) + i for i in order))
         return y.reshape(*lead, *(self.shape[i] for i in free))
 
-    def _batched(self, x, contracted, batch, dot):
-        first = ((0, self.base.shape[0], 1),) if self.base.shape[0] != 1 else ()
+    def _whole_axes(self, contracted: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the axes of `base` of which some axes of this `View` consist, or None if these
+        contain only parts of an axis, or the parts of an axis in another order."""
+        parts = [part for i in contracted for part in self.groups[i]]
+        axes = tuple(dict.fromkeys(part.axis for part in parts))
+        whole = [part for axis in axes for part in self._parts(axis)]
+        return axes if parts == whole else None
+
+    def _batched(self, x: jax.Array, contracted: tuple[int, ...], batch: int, dot: Callable) -> Any:
+        size = self.base.shape[0]
+        first = (Part(0, size, 1),) if size != 1 else ()
         if not self.base.has_leading_axis or self.groups[0] != first:
             return NotImplemented
+        # Without axis 0, each axis of `base` has a smaller index.
         groups = tuple(
-            tuple((axis - 1, n, stride) for axis, n, stride in group) for group in self.groups[1:]
+            tuple(part._replace(axis=part.axis - 1) for part in group) for group in self.groups[1:]
         )
+        inner_contracted = tuple(i - 1 for i in contracted)
+        implemented = True
 
-        found = []
-
-        def one(base, x):
-            inner = View(base, groups, self.dtype)
-            found.append(inner.dot(x, tuple(i - 1 for i in contracted), batch - 1, dot))
-            return x if found[-1] is NotImplemented else found[-1]
+        def one(base: ImplicitArray, x: jax.Array) -> Any:
+            nonlocal implemented
+            y = View(base, groups, self.dtype).dot(x, inner_contracted, batch - 1, dot)
+            implemented = y is not NotImplemented
+            return y if implemented else x  # jax.vmap needs an array
 
         y = jax.vmap(one)(self.base, x)
-        return NotImplemented if found[-1] is NotImplemented else y
+        return y if implemented else NotImplemented
 
-    def _parts(self, axis):
-        parts = [part for group in self.groups for part in group if part[0] == axis]
-        return sorted(parts, key=lambda part: -part[2])
+    def _parts(self, axis: int) -> list[Part]:
+        """Returns the parts of an axis of `base`, from major to minor."""
+        parts = [part for group in self.groups for part in group if part.axis == axis]
+        return sorted(parts, key=lambda part: -part.stride)
 
 
 def plain_dot(precision: Any, preferred: Any) -> Callable:
     """Returns the function `dot(x, w, axes)` for plain arrays, which contracts the last axes of x
     with `axes` of w."""
 
-    def dot(x, w, axes):
+    def dot(x: jax.Array, w: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         contracted = tuple(range(x.ndim - len(axes), x.ndim))
         return lax.dot_general(
             x,
@@ -326,17 +342,17 @@ def is_implicit(x: Any) -> bool:
     return isinstance(x, ImplicitArray)
 
 
-def _size(group):
-    return math.prod(n for _, n, _ in group)
+def _size(group: tuple[Part, ...]) -> int:
+    return math.prod(part.size for part in group)
 
 
-def _merged(group):
+def _merged(group: list[Part]) -> tuple[Part, ...]:
     """Merges adjacent parts of a split axis. For example, if an axis of size 3 * 4 was split into
     axes of sizes 3 and 4, these are merged into one axis of size 12."""
-    merged = []
-    for axis, n, stride in group:
-        if merged and merged[-1][0] == axis and merged[-1][2] == n * stride:
-            axis, outer, _ = merged.pop()
-            n *= outer
-        merged.append((axis, n, stride))
+    merged: list[Part] = []
+    for part in group:
+        if merged and merged[-1].axis == part.axis and merged[-1].stride == part.size * part.stride:
+            outer = merged.pop()
+            part = Part(part.axis, outer.size * part.size, part.stride)
+        merged.append(part)
     return tuple(merged)

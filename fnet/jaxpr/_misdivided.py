@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet._jax import context_mesh
-from fnet.jaxpr._equations import CONVOLUTION, product
+from fnet.jaxpr._equations import CONVOLUTION, Product, product
 
 VERSION = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
 
@@ -117,24 +117,34 @@ def in_equation(eqn: Any, mesh: Any) -> Whole | None:
     divides rightly."""
     found = product(eqn)
     if found is not None and found.op is CONVOLUTION:
-        every = [tuple(range(v.aval.ndim)) for v in (*eqn.invars, *eqn.outvars)]
-        if found.groups[1] > 1:
-            return Whole((GROUPED,), tuple(every[:-1]), ((),)) if GROUPED.applies(mesh) else None
-        numbers = found.dimensions
-        space = (numbers.lhs_spec[2:], numbers.rhs_spec[2:]), (numbers.out_spec[2:],)
-        rows = tuple(row for row in (SPLIT_IMAGE, SPLIT_KERNEL) if row.applies(mesh))
-        return Whole(rows, *space) if rows and space[1][0] else None
+        return _in_convolution(found, mesh)
     if eqn.primitive.name == "select_and_scatter_add" and MAX_POOL.applies(mesh):
-        window, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
-        axes = overlapping(window, strides)
+        axes = overlapping(eqn.params["window_dimensions"], eqn.params["window_strides"])
         return Whole((MAX_POOL,), (axes, axes), (axes,)) if axes else None
     if eqn.primitive.name == "pad":
-        config = eqn.params["padding_config"]
-        axes = tuple(i for i, (_, _, between) in enumerate(config) if between)
-        if axes and PADDING.applies(mesh):
-            return Whole((PADDING,), (axes, ()), (axes,))
-        if any(low < 0 or high < 0 for low, high, _ in config) and NEGATIVE.applies(mesh):
-            return Whole((NEGATIVE,), ((), ()), ((),))
+        return _in_pad(eqn.params["padding_config"], mesh)
+    return None
+
+
+def _in_convolution(convolution: Product, mesh: Any) -> Whole | None:
+    if convolution.groups[1] > 1:  # the gradient of a kernel
+        if not GROUPED.applies(mesh):
+            return None
+        inputs = tuple(tuple(range(v.aval.ndim)) for v in convolution.eqn.invars)
+        return Whole((GROUPED,), inputs, ((),))
+    numbers = convolution.dimensions
+    lhs, rhs, out = (spec[2:] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
+    rows = tuple(row for row in (SPLIT_IMAGE, SPLIT_KERNEL) if row.applies(mesh))
+    return Whole(rows, (lhs, rhs), (out,)) if rows and out else None
+
+
+def _in_pad(config: Sequence[tuple[int, int, int]], mesh: Any) -> Whole | None:
+    padded_between = tuple(i for i, (_, _, between) in enumerate(config) if between)
+    if padded_between and PADDING.applies(mesh):
+        return Whole((PADDING,), (padded_between, ()), (padded_between,))
+    crops = any(low < 0 or high < 0 for low, high, _ in config)
+    if crops and NEGATIVE.applies(mesh):
+        return Whole((NEGATIVE,), ((), ()), ((),))
     return None
 
 
@@ -142,13 +152,11 @@ def cropped(eqn: Any, x: jax.Array, value: jax.Array) -> jax.Array:
     """Computes a `lax.pad` that removes elements by a slice. XLA divides this rightly, without
     gathering an axis."""
     config = eqn.params["padding_config"]
-    padded = lax.pad(
-        x, value, [(max(low, 0), max(high, 0), between) for low, high, between in config]
-    )
+    grown = [(max(low, 0), max(high, 0), between) for low, high, between in config]
+    padded = lax.pad(x, value, grown)
     starts = [max(-low, 0) for low, _, _ in config]
-    return lax.slice(
-        padded, starts, [size - max(-high, 0) for size, (_, high, _) in zip(padded.shape, config)]
-    )
+    stops = [size - max(-high, 0) for size, (_, high, _) in zip(padded.shape, config)]
+    return lax.slice(padded, starts, stops)
 
 
 def overlapping(window: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

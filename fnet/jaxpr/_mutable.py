@@ -46,13 +46,11 @@ class Modules:
     written: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
-def _kinds() -> tuple:
-    nnx = sys.modules.get("flax.nnx")  # no nnx modules exist before flax.nnx is imported
-    return (
-        ()
-        if nnx is None
-        else tuple(getattr(nnx, name) for name in ("Pytree", "Variable") if hasattr(nnx, name))
-    )
+def _kinds() -> tuple[type, ...]:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return ()  # no nnx modules exist before flax.nnx is imported
+    return tuple(getattr(nnx, name) for name in ("Pytree", "Variable") if hasattr(nnx, name))
 
 
 def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
@@ -63,11 +61,12 @@ def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
     object is None. If two nnx modules share a variable, the copies that `insert` creates share a
     variable, too.
     """
-    kinds, found = _kinds(), []
+    kinds = _kinds()
     if not kinds:
         return tree, None, ()
+    found: list[Any] = []
 
-    def place(x):
+    def place(x: Any) -> Any:
         if not isinstance(x, kinds):
             return x
         found.append(x)
@@ -77,7 +76,8 @@ def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
     if not found:
         return tree, None, ()
     graph, state = sys.modules["flax.nnx"].split(tuple(found))
-    return tree, Modules(*jax.tree.flatten(state), graph), tuple(found)
+    arrays, structure = jax.tree.flatten(state)
+    return tree, Modules(arrays, structure, graph), tuple(found)
 
 
 def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
@@ -136,47 +136,50 @@ def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
     """
     if updated is None:
         return result
-    nnx, state = sys.modules["flax.nnx"], jax.tree.unflatten(updated.structure, updated.arrays)
-    written = nnx.to_flat_state(jax.tree.unflatten(updated.structure, updated.written))
-    paths = {path for path, variable in written if any(jax.tree.leaves(variable))}
+    nnx = sys.modules["flax.nnx"]
+    state = jax.tree.unflatten(updated.structure, updated.arrays)
+    written = jax.tree.unflatten(updated.structure, updated.written)
+    paths = {path for path, flags in nnx.to_flat_state(written) if any(jax.tree.leaves(flags))}
     if paths:
-        nnx.update(
-            found,
-            nnx.from_flat_state(
-                [(path, x) for path, x in nnx.to_flat_state(state) if path in paths]
-            ),
-        )
+        changes = [(path, x) for path, x in nnx.to_flat_state(state) if path in paths]
+        nnx.update(found, nnx.from_flat_state(changes))
     if updated.changed:
         _copy_attributes(found, nnx.merge(updated.graph, state), _kinds()[0], set())
     is_slot = lambda x: isinstance(x, _Slot)
     return jax.tree.map(lambda x: found[x.number] if is_slot(x) else x, result, is_leaf=is_slot)
 
 
-def _copy_attributes(old, new, kind, seen) -> None:
+def _copy_attributes(old: Any, new: Any, kind: type, seen: set[int]) -> None:
     """Sets the attributes of the caller's modules `old`, except variables, to those of the modules
     `new`, recursively.
 
     `new` contains the modules with their attributes after the call of the traced function.
     """
     is_module = lambda x: isinstance(x, kind)
-    pairs = zip(*(jax.tree.leaves(tree, is_leaf=is_module) for tree in (old, new)), strict=True)
-    for a, b in pairs:
-        if not is_module(b) or id(b) in seen:
+    structure = lambda x: jax.tree.structure(x, is_leaf=is_module)
+    mine = jax.tree.leaves(old, is_leaf=is_module)
+    copies = jax.tree.leaves(new, is_leaf=is_module)
+    for module, copy in zip(mine, copies, strict=True):
+        if not is_module(copy) or id(copy) in seen:
             continue
-        seen.add(id(b))
-        before, after = (
-            {name: x for name, x in vars(module).items() if not name.startswith("_pytree__")}
-            for module in (a, b)
-        )
+        seen.add(id(copy))
+        before, after = _attributes(module), _attributes(copy)
         for name in before.keys() - after.keys():
-            delattr(a, name)
+            delattr(module, name)
         for name, value in after.items():
-            leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, _kinds()))
-            has_state = any(isinstance(x, _kinds()) or hasattr(x, "shape") for x in leaves)
-            structures = [
-                jax.tree.structure(x, is_leaf=is_module) for x in (before.get(name), value)
-            ]
-            if has_state and structures[0] == structures[1]:
+            # The variables of the caller's modules must stay the same objects, so a value that
+            # holds any is not replaced.
+            if _has_state(value) and structure(before.get(name)) == structure(value):
                 _copy_attributes(before[name], value, kind, seen)
             else:
-                setattr(a, name, value)
+                setattr(module, name, value)
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    return {name: x for name, x in vars(module).items() if not name.startswith("_pytree__")}
+
+
+def _has_state(value: Any) -> bool:
+    kinds = _kinds()
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, kinds))
+    return any(isinstance(x, kinds) or hasattr(x, "shape") for x in leaves)

@@ -86,17 +86,18 @@ effect          -          fused: debug_callback debug_print get swap addupdate
 
 
 def _read(table: str) -> tuple[dict[str, Traits], list[tuple[str, ...]]]:
-    traits, required, current = {}, [], UNKNOWN
+    traits: dict[str, Traits] = {}
+    required: list[tuple[str, ...]] = []
+    current = UNKNOWN
     for row in table.strip().splitlines():
         head, colon, rest = row.partition(":")
         if colon:
             kind, precision, memory = head.split()
             current = Traits(kind, precision.strip("-"), memory)
-        for names in (rest if colon else row).split():
-            optional = names.endswith("?")
-            names = tuple(names.rstrip("?").split("|"))
+        for word in (rest if colon else row).split():
+            names = tuple(word.rstrip("?").split("|"))
             traits.update(dict.fromkeys(names, current))
-            if not optional:
+            if not word.endswith("?"):
                 required.append(names)
     return traits, required
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -82,11 +82,10 @@ class Interpreter:
     rewritten only once.
     """
 
-    def __init__(self, rule: Callable | None = None):
-        # `rule`: for subclasses that apply one function.
-        self._bodies, self.rule = (weakref.WeakKeyDictionary(), rule)
+    def __init__(self) -> None:
+        self._bodies: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
-    def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
+    def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Any) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
 
         If the method `equation` returns NotImplemented, the interpreter first rewrites the jaxprs
@@ -95,7 +94,7 @@ class Interpreter:
         """
         return NotImplemented
 
-    def plan(self, jaxpr, wanted: tuple) -> Any:
+    def plan(self, jaxpr: Any, wanted: tuple) -> Any:
         """Analyzes a jaxpr before its evaluation.
 
         The methods `equation` and `wanted` get the result of the method `plan` as the argument
@@ -107,7 +106,7 @@ class Interpreter:
         """
         return None
 
-    def wanted(self, plan, eqn) -> tuple:
+    def wanted(self, plan: Any, eqn: Any) -> tuple:
         """Returns a requirement, such as "must be in float32", for each output of an equation with
         an inner jaxpr.
 
@@ -116,10 +115,10 @@ class Interpreter:
         """
         return (None,) * len(eqn.outvars)
 
-    def literal(self, atom) -> Value:
+    def literal(self, atom: Any) -> Value:
         return Value(atom.val)
 
-    def tangent(self, note) -> Any:
+    def tangent(self, note: Any) -> Any:
         """Returns the note (attached information) for a tangent that is an input of the JVP rule of
         a custom_jvp.
 
@@ -137,7 +136,7 @@ class Interpreter:
         """
         return at
 
-    def saveable(self, policy):
+    def saveable(self, policy: Any) -> Any:
         """Returns the policy of jax.checkpoint for the rewritten body of a remat equation, given
         the policy of the equation."""
         return policy
@@ -146,41 +145,36 @@ class Interpreter:
         """Returns the rewritten function f."""
 
         @wraps(f)
-        def rewritten(*args, **kwargs):
+        def rewritten(*args: Any, **kwargs: Any) -> Any:
             return self.run(f, args, kwargs)
 
         return rewritten
 
-    def run(self, f, args, kwargs):
+    def run(self, f: Callable, args: tuple, kwargs: dict) -> Any:
         """Evaluates the rewritten f(*args, **kwargs)."""
         traced = Traced(f, args, kwargs)
         return traced.result(self.outputs(self.opened(traced.closed), traced.arrays))
 
-    def examine(self, f, args, kwargs) -> None:
+    def examine(self, f: Callable, args: tuple, kwargs: dict) -> None:
         """Rewrites f for the given arguments, without computing anything. The arguments may contain
         `jax.ShapeDtypeStruct`s instead of arrays."""
         traced = Traced(f, args, kwargs)
-        jax.eval_shape(
-            lambda arrays: self.outputs(self.opened(traced.closed), arrays), traced.arrays
-        )
+        closed = self.opened(traced.closed)
+        jax.eval_shape(lambda arrays: self.outputs(closed, arrays), traced.arrays)
 
-    def outputs(self, closed, arrays) -> list:
+    def outputs(self, closed: Any, arrays: Iterable) -> list:
         """Evaluates the rewritten jaxpr of a whole function, and returns the outputs."""
-        outputs = self.evaluate(
-            closed.jaxpr,
-            closed.consts,
-            list(map(self.argument, arrays)),
-            TOP,
-            self.outer(closed.jaxpr),
-        )
-        return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
+        jaxpr = closed.jaxpr
+        arguments = [self.argument(x) for x in arrays]
+        outputs = self.evaluate(jaxpr, closed.consts, arguments, TOP, self.outer(jaxpr))
+        return [restore(y, v.aval) for y, v in zip(outputs, jaxpr.outvars)]
 
-    def argument(self, x) -> Value:
+    def argument(self, x: Any) -> Value:
         """Returns the `Value` (array and attached information) of an argument of the whole
         function."""
         return Value(x)
 
-    def opened(self, closed):
+    def opened(self, closed: Any) -> Any:
         """Returns the closed jaxpr that the interpreter evaluates. `closed` is the traced jaxpr of
         the whole function.
 
@@ -189,7 +183,7 @@ class Interpreter:
         """
         return closed
 
-    def outer(self, jaxpr) -> tuple:
+    def outer(self, jaxpr: Any) -> tuple:
         """Returns a requirement, such as "must be in float32", for each output of the whole
         function.
 
@@ -198,61 +192,83 @@ class Interpreter:
         return (None,) * len(jaxpr.outvars)
 
     def evaluate(
-        self, jaxpr, consts, args: list[Value], outer: Scope = TOP, wanted: tuple | None = None
+        self,
+        jaxpr: Any,
+        consts: Iterable,
+        args: list[Value],
+        outer: Scope = TOP,
+        wanted: tuple | None = None,
     ) -> list[Value]:
-        plan = self.plan(jaxpr, (None,) * len(jaxpr.outvars) if wanted is None else wanted)
+        if wanted is None:
+            wanted = (None,) * len(jaxpr.outvars)
+        plan = self.plan(jaxpr, wanted)
         names = _jax.current_names()
-        env = dict(zip(jaxpr.constvars, map(Value, consts)))
-        env.update(zip(jaxpr.invars, args))
         scope_of = _scopes.in_jaxpr(jaxpr, outer)
-        last, stacks, i = _last_uses(jaxpr), {}, 0
+        last = _last_uses(jaxpr)
+        env: dict[Any, Value] = dict(zip(jaxpr.constvars, map(Value, consts)))
+        env.update(zip(jaxpr.invars, args))
+
+        def read(atom: Any) -> Value:
+            return self.literal(atom) if isinstance(atom, _jax.Literal) else env[atom]
+
+        stacks: dict[Any, str] = {}
+        i = 0
         # Consecutive equations of one source line share their context, which is entered once.
         for (stack, *_), group in itertools.groupby(jaxpr.eqns, _jax.origin):
-            group = tuple(group)
+            eqns = tuple(group)
             if stack not in stacks:
-                stacks[stack] = _jax.name_stack(group[0])
-            with _jax.equation_context(group[0], names):
-                for eqn in group:
+                stacks[stack] = _jax.name_stack(eqns[0])
+            with _jax.equation_context(eqns[0], names):
+                for eqn in eqns:
                     at = scope_of(eqn, stacks[stack])
-                    inputs = [
-                        self.literal(v) if isinstance(v, _jax.Literal) else env[v]
-                        for v in eqn.invars
-                    ]
+                    inputs = [read(atom) for atom in eqn.invars]
                     outputs = self.equation(eqn, at, inputs, plan)
                     if outputs is NotImplemented:
                         outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
                     env.update(zip(eqn.outvars, outputs))
-                    for v in last.get(i, ()):
+                    for v in last.get(i, ()):  # its memory is free from here on
                         env.pop(v, None)
                     i += 1
-        return [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in jaxpr.outvars]
+        return [read(atom) for atom in jaxpr.outvars]
 
-    def default(self, eqn, at: Scope, inputs: list[Value], wanted: tuple) -> list[Value]:
+    def default(self, eqn: Any, at: Scope, inputs: list[Value], wanted: tuple) -> list[Value]:
         """Evaluates an equation. The jaxprs inside the equation, such as the body of a loop, are
         rewritten first."""
         enter = ENTER.get(eqn.primitive.name)
         return plain(eqn, inputs) if enter is None else enter(self, eqn, at, inputs, wanted)
 
-    def body(self, closed, at, wanted, notes, *, pin=None):
-        """Returns a rewritten closed jaxpr as a function of arrays.
+    def body(
+        self,
+        closed: Any,
+        at: Scope,
+        wanted: tuple,
+        notes: Sequence,
+        *,
+        pin: Sequence[bool] | None = None,
+    ) -> Any:
+        """Returns a rewritten closed jaxpr as a function of arrays. After a call, the attribute
+        `notes` of the function contains the notes of the outputs.
 
         `pin` states for each output whether it is converted to the dtype that it had when the jaxpr
         was traced. If `pin` is None, all outputs are converted to their traced dtypes.
         """
+        outvars = closed.jaxpr.outvars
+        pinned = [True] * len(outvars) if pin is None else pin
 
-        def call(*arrays):
+        def call(*arrays: Any) -> list:
             values = [Value(x, note) for x, note in zip(arrays, notes)]
             outputs = self.evaluate(closed.jaxpr, closed.consts, values, at, wanted)
-            call.notes = [y.note for y in outputs]
+            rewritten.notes = [y.note for y in outputs]
             return [
-                restore(y, v.aval) if pin is None or pin[i] else y.x
-                for i, (y, v) in enumerate(zip(outputs, closed.jaxpr.outvars))
+                restore(y, v.aval) if restores else y.x
+                for y, v, restores in zip(outputs, outvars, pinned)
             ]
 
-        call.notes = []
-        return call
+        rewritten: Any = call  # a function with an attribute
+        rewritten.notes = []
+        return rewritten
 
-    def kept(self, jaxpr, at, wanted, inputs: list[Value]):
+    def kept(self, jaxpr: Any, at: Scope, wanted: tuple, inputs: list[Value]) -> tuple[Any, list]:
         """Returns a rewritten closed jaxpr, and a note (hashable information about the value) for
         each of its outputs.
 
@@ -264,63 +280,73 @@ class Interpreter:
         types = tuple(jax.typeof(value.x) for value in inputs)
         key = self.depends(at), types, notes, wanted
         cache = self._bodies.setdefault(jaxpr, {})
-        if key not in cache:
-            closed = _jax.close(jaxpr)
-            call = self.body(closed, at, wanted, notes, pin=[False] * len(closed.jaxpr.outvars))
-            rewritten = jax.make_jaxpr(call)(*types), call.notes
-            if any(isinstance(c, jax.core.Tracer) for c in rewritten[0].consts):
-                return (
-                    rewritten  # it closes over a value of an outer trace and cannot be used again
-                )
-            cache[key] = rewritten
-        return cache[key]
+        if key in cache:
+            return cache[key]
+        closed = _jax.close(jaxpr)
+        call = self.body(closed, at, wanted, notes, pin=[False] * len(closed.jaxpr.outvars))
+        rewritten = jax.make_jaxpr(call)(*types)
+        # A jaxpr that closes over a value of an outer trace cannot be used again.
+        if not any(isinstance(c, jax.core.Tracer) for c in rewritten.consts):
+            cache[key] = rewritten, call.notes
+        return rewritten, call.notes
 
 
 class _Rewriter(Interpreter):
-    def equation(self, eqn, at, inputs, plan):
-        outputs = self.rule(
-            eqn.primitive.name, at.path, [as_array(value.x) for value in inputs], eqn
-        )
+    def __init__(self, rule: Rule):
+        super().__init__()
+        self.rule = rule
+
+    def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Any) -> Any:
+        name = eqn.primitive.name
+        outputs = self.rule(name, at.path, [as_array(value.x) for value in inputs], eqn)
         if outputs is NotImplemented:
             return outputs
-        listed = isinstance(outputs, (list, tuple))
-        returned = [_described(y) for y in (outputs if listed else [outputs])]
         expected = [_described(v.aval) for v in eqn.outvars]
-        if returned != expected or not listed:
-            what = f"a list of {', '.join(returned) or 'nothing'}" if listed else returned[0]
-            raise TypeError(
-                f"rewrite: for '{eqn.primitive.name}' at '{at.path}' the rule must return a list "
-                f"of "
-                f"{', '.join(expected)}; it returned {what}"
-            )
-        return [Value(y) for y in outputs]
+        if isinstance(outputs, (list, tuple)):
+            returned = [_described(y) for y in outputs]
+            if returned == expected:
+                return [Value(y) for y in outputs]
+            what = f"a list of {', '.join(returned) or 'nothing'}"
+        else:
+            what = _described(outputs)
+        raise TypeError(
+            f"rewrite: for '{name}' at '{at.path}' the rule must return a list of "
+            f"{', '.join(expected)}; it returned {what}"
+        )
 
 
 class Evaluator(Interpreter):
     """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or
     NotImplemented`. Inside loops, branches and calls, the rule is not called."""
 
-    def equation(self, eqn, at, inputs, plan):
+    def __init__(self, rule: Callable[[Any, list], Any]):
+        super().__init__()
+        self.rule = rule
+
+    def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Any) -> list[Value]:
         arrays = [value.x for value in inputs]
         outputs = self.rule(eqn, arrays)
         return bind(eqn, arrays) if outputs is NotImplemented else list(map(Value, outputs))
 
-    def __call__(self, closed, *arrays) -> list:
+    def __call__(self, closed: Any, *arrays: Any) -> list:
         return arrays_of(self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays))))
 
 
-def _described(x):
-    if not hasattr(x, "dtype") and not isinstance(x, (int, float, complex)):
-        return "None (to decline, return NotImplemented)" if x is None else f"a {type(x).__name__}"
-    return f"{jnp.result_type(x) if not hasattr(x, 'dtype') else x.dtype}{list(jnp.shape(x))}"
+def _described(x: Any) -> str:
+    if x is None:
+        return "None (to decline, return NotImplemented)"
+    if hasattr(x, "dtype"):
+        return f"{x.dtype}{list(jnp.shape(x))}"
+    if isinstance(x, (int, float, complex)):
+        return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+    return f"a {type(x).__name__}"
 
 
-def _last_uses(jaxpr) -> dict:
+def _last_uses(jaxpr: Any) -> dict[int, list]:
     """Returns {index of an equation: the variables that are not needed after this equation}."""
-    keep = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
-    seen, last = set(keep), {}
-    for i in range(len(jaxpr.eqns) - 1, -1, -1):
-        eqn = jaxpr.eqns[i]
+    seen = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
+    last: dict[int, list] = {}
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         for v in (*eqn.invars, *eqn.outvars):
             if not isinstance(v, _jax.Literal) and v not in seen:
                 seen.add(v)

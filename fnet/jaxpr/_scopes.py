@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 from fnet import _jax
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
+_PHASES = FORWARD, BACKWARD, RECOMPUTED  # an operation in two phases belongs to the last of them
 _RECOMPUTED = (
     "rematted_computation"  # the scope in which jax.checkpoint computes values a second time
 )
 _REMATS = frozenset(("remat2", "checkpoint"))
+_Tokens = tuple[tuple[str, bool], ...]  # see `_tokens`
+_TRANSPOSE = ("transpose", True)
 _MARK = re.compile(r"(jvp|transpose|vmap|linearize|batched|pmap)\((.*)\)", re.DOTALL)
 # Names that compiled programs insert between scopes: calls, loops, branches and the body of
 # jax.checkpoint.
@@ -54,9 +57,8 @@ class Scope(NamedTuple):
         """Returns the scope `inner` inside this scope."""
         if self == TOP:
             return inner
-        path = f"{self.path}/{inner.path}" if self.path and inner.path else self.path or inner.path
-        phases = self.phase, inner.phase
-        phase = RECOMPUTED if RECOMPUTED in phases else BACKWARD if BACKWARD in phases else FORWARD
+        path = "/".join(filter(None, (self.path, inner.path)))
+        phase = max(self.phase, inner.phase, key=_PHASES.index)
         return Scope(path, phase, self.transposes + inner.transposes)
 
 
@@ -69,22 +71,23 @@ def in_jaxpr(jaxpr: Any, outer: Scope = TOP) -> Callable[..., Scope]:
     `outer` is the scope that contains the jaxpr. The optional second argument of the returned
     function is the equation's name stack, if known.
     """
-    doubled = {}
+    doubled: dict[tuple[str, ...], tuple[str, ...]] = {}
     for eqn in jaxpr.eqns:
         differentiated = _differentiates(eqn)
         if outer.transposes or differentiated:
             doubled |= _doubled(_jax.name_stack(eqn), differentiated, outer.transposes)
-    doubled = tuple(sorted(doubled.items(), key=lambda item: -len(item[0])))
+    # The longest is replaced first, because it may begin with a shorter one.
+    replaced = tuple(sorted(doubled.items(), key=lambda item: -len(item[0])))
 
     def of_equation(eqn: Any, stack: str | None = None) -> Scope:
         stack = _jax.name_stack(eqn) if stack is None else stack
-        at = outer.joined(_parsed(stack, doubled)) if stack else outer
+        at = outer.joined(_parsed(stack, replaced)) if stack else outer
         return at._replace(transposes=0) if at.transposes and _differentiates(eqn) else at
 
     return of_equation
 
 
-def _differentiates(eqn) -> bool:
+def _differentiates(eqn: Any) -> bool:
     """Whether an equation is a jax.checkpoint whose parameter `differentiated` is True."""
     return eqn.primitive.name in _REMATS and bool(eqn.params.get("differentiated"))
 
@@ -109,7 +112,7 @@ def _doubled(
         names = names[: names.index(_RECOMPUTED)]
     elif not differentiated:
         return {}
-    once = _undoubled(names, transposes + tokens.count(("transpose", True)))
+    once = _undoubled(names, transposes + tokens.count(_TRANSPOSE))
     return {names: once} if once != names and _once(tokens) == tokens else {}
 
 
@@ -120,11 +123,9 @@ def _undoubled(names: tuple[str, ...], times: int) -> tuple[str, ...]:
     `times` replacements.
     """
     half = len(names) // 2
-    return (
-        _undoubled(names[:half], times - 1)
-        if times and half and names[:half] == names[half:]
-        else names
-    )
+    if times and half and names[:half] == names[half:]:
+        return _undoubled(names[:half], times - 1)
+    return names
 
 
 def marks(eqn: Any) -> frozenset[str]:
@@ -178,29 +179,32 @@ def _parsed(stack: str, doubled: tuple = ()) -> Scope:
     written = _tokens(stack)
     tokens = _once(written)
     names = tuple(name for name, mark in tokens if not mark)
-    transposes = written.count(("transpose", True))
     if tokens == written:
         for twice, once in doubled:
             if names[: len(twice)] == twice:
                 names = once + names[len(twice) :]
                 break
-    phase = RECOMPUTED if _RECOMPUTED in names else BACKWARD if transposes else FORWARD
+    transposes = written.count(_TRANSPOSE)
+    phase = FORWARD
+    if _RECOMPUTED in names:
+        phase = RECOMPUTED
+    elif transposes:
+        phase = BACKWARD
     return Scope("/".join(name for name in names if name != _RECOMPUTED), phase, transposes)
 
 
-def _tokens(stack: str) -> tuple[tuple[str, bool], ...]:
+def _tokens(stack: str) -> _Tokens:
     """Splits a name stack into pairs (name, whether it is the name of a transformation).
 
     For example, "transpose(jvp(a))/b" contains the transformations transpose and jvp, and the scope
     names a and b.
     """
-    tokens = []
+    tokens: list[tuple[str, bool]] = []
     for part in filter(None, _split(stack)):
         while found := _MARK.fullmatch(part):
             tokens.append((found[1], True))
             part = found[2]
-        if part:
-            tokens.extend((name, False) for name in part.split("/") if name)
+        tokens.extend((name, False) for name in part.split("/") if name)
     return tuple(tokens)
 
 
@@ -217,7 +221,7 @@ def _split(stack: str) -> list[str]:
     return [*parts, stack[start:]]
 
 
-def _once(tokens):
+def _once(tokens: _Tokens) -> _Tokens:
     """Removes duplicates from a name stack, given as a tuple of scope names and names of
     transformations.
 
@@ -228,16 +232,23 @@ def _once(tokens):
     than two copies of the scope names, so `_once` repeats the removal until it finds no more
     duplicates.
     """
-    marks = [token == ("transpose", True) for token in tokens]
-    for end in range(1, len(tokens) if any(marks) else 0):
-        first = tuple(token for token, mark in zip(tokens[:end], marks) if not mark)
-        if all(mark for _, mark in first):
-            continue
-        second, i = [], end
-        while i < len(tokens) and len(second) < len(first):
-            if not marks[i]:
-                second.append(tokens[i])
-            i += 1
-        if first == tuple(second) and sum(marks[:end]) > sum(marks[end:i]):
-            return _once(tokens[:end] + tokens[i:])
+    if _TRANSPOSE not in tokens:
+        return tokens
+    for end in range(1, len(tokens)):
+        first = tokens[:end]
+        copied = _without_transposes(first)
+        if all(mark for _, mark in copied):
+            continue  # the beginning contains no scope name
+        stop, missing = end, len(copied)
+        while stop < len(tokens) and missing:
+            missing -= tokens[stop] != _TRANSPOSE
+            stop += 1
+        second = tokens[end:stop]
+        more_transposes = first.count(_TRANSPOSE) > second.count(_TRANSPOSE)
+        if more_transposes and copied == _without_transposes(second):
+            return _once(first + tokens[stop:])
     return tokens
+
+
+def _without_transposes(tokens: _Tokens) -> _Tokens:
+    return tuple(token for token in tokens if token != _TRANSPOSE)

@@ -25,10 +25,10 @@ class Static:
 
     value: Any
 
-    def __eq__(self, other):
-        return _static(other) and alike(self.value, other.value)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and alike(self.value, other.value)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(repr(self.value) if isinstance(self.value, numbers.Number) else self.value)
 
 
@@ -84,18 +84,18 @@ class Structure:
         self._structure = jax.tree.structure(boxes)
         self._nodes = _nodes(self._structure)
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Structure)
             and self._structure == other._structure
             and alike(self._nodes, other._nodes)
         )
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(self._structure)
 
 
-def _nodes(structure) -> tuple:
+def _nodes(structure: Any) -> tuple:
     return structure.node_data(), tuple(map(_nodes, structure.children()))
 
 
@@ -128,7 +128,7 @@ def results_boxed(tree: Any, arguments: Any = ()) -> Any:
         if _static(x)
     }
 
-    def box(path, x):
+    def box(path: tuple, x: Any) -> Any:
         if is_array(x) or (
             _number(x) and (not _inside(path) or (_field(path), Static(x)) not in given)
         ):
@@ -170,7 +170,7 @@ def array_leaves(
     leaves, structure = jax.tree.flatten(tree)
     where = [i for i, leaf in enumerate(leaves) if wanted(leaf)]
 
-    def rebuild(arrays):
+    def rebuild(arrays: Iterable) -> Any:
         filled = list(leaves)
         for i, array in zip(where, arrays):
             filled[i] = array
@@ -179,25 +179,25 @@ def array_leaves(
     return [leaves[i] for i in where], rebuild
 
 
-def _static(x) -> bool:
+def _static(x: Any) -> bool:
     return isinstance(x, Static)
 
 
-def _number(x) -> bool:
+def _number(x: Any) -> bool:
     return isinstance(x, (int, float, complex))
 
 
-def _traced(path, x) -> bool:
+def _traced(path: tuple, x: Any) -> bool:
     return is_array(x) or (_number(x) and not isinstance(x, bool) and not _inside(path))
 
 
-def _inside(path) -> bool:
+def _inside(path: tuple) -> bool:
     """Whether the key path of a leaf contains an attribute of an object (a `GetAttrKey`), such as
     `.rate`."""
     return any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
 
 
-def _field(path) -> tuple:
+def _field(path: tuple) -> tuple:
     """Returns the part of a key path from its last attribute (`GetAttrKey`) on, such as `.x[0]` of
     `.a.x[0]`.
 
@@ -211,7 +211,7 @@ def _field(path) -> tuple:
     ]
 
 
-def _box(path, x):
+def _box(path: tuple, x: Any) -> Static:
     return static(x, jax.tree_util.keystr(path) or "the result")
 
 

@@ -92,14 +92,13 @@ def is_tag(eqn: Any) -> bool:
     return eqn.primitive is tag_p
 
 
-def _jvp(primals, tangents, **params):
+def _jvp(primals: tuple, tangents: tuple, **params: Any) -> tuple:
     return tag_p.bind(*primals, **params), tangents[0]
 
 
-def _batch(args, axes, **params):
-    return tag_p.bind(
-        jnp.moveaxis(args[0], axes[0], 0), **params
-    ), 0  # captured values have the batch axis first
+def _batch(args: tuple, axes: tuple, **params: Any) -> tuple[jax.Array, int]:
+    first = jnp.moveaxis(args[0], axes[0], 0)  # captured values have the batch axis first
+    return tag_p.bind(first, **params), 0
 
 
 tag_p.def_impl(lambda x, **_: x)

@@ -30,7 +30,7 @@ class Traced:
         tree, modules, self._modules = _mutable.extract((args, kwargs))
         self.arrays, rebuild = array_leaves((tree, modules))
 
-        def flat(*arrays):
+        def flat(*arrays: Any) -> list:
             tree, modules = rebuild(arrays)
             (args, kwargs), new = _mutable.insert(tree, modules)
             result = f(*args, **kwargs)
@@ -44,7 +44,7 @@ class Traced:
             return [x for x in results if isinstance(x, _TRACED)]
 
         # JAX's errors name f and its line.
-        flat.__signature__, flat.__wrapped__ = (inspect.signature(flat), f)
+        vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=f)
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
 
     def result(self, arrays: Iterable) -> Any:
@@ -66,17 +66,13 @@ def _check(x: Any) -> None:
     if isinstance(x, _TRACED) or is_array(x):
         return
     inside = list(getattr(x, "__dict__", {}).values())
-    if function := inspect.isfunction(x):
+    what = f"a {type(x).__name__} with"
+    if inspect.isfunction(x):
         inside += inspect.getclosurevars(x).nonlocals.values()
+        what = f"the function {x.__qualname__!r}, which closes over"
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(inside)):
-        what = (
-            f"the function {x.__qualname__!r}, which closes over"
-            if function
-            else f"a {type(x).__name__} with"
-        )
         raise TypeError(
             f"a transformed function must return arrays, or pytrees of arrays; it returned {what} "
             "arrays that were computed inside. Return the arrays themselves, or register the class "
-            "with "
-            "jax.tree_util.register_dataclass"
+            "with jax.tree_util.register_dataclass"
         )

@@ -20,7 +20,7 @@ def check_function(who: str, f: Any) -> None:
         )
 
 
-def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable:
+def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable[[Any], Any]:
     """Returns a decorator that gives a transformed function the names and the docstring of `f`.
 
     Unlike `functools.wraps`, this function does not copy the attributes in `f.__dict__` to the
@@ -38,7 +38,7 @@ def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable:
     if who:
         check_function(who, f)
 
-    def wrap(transformed):
+    def wrap(transformed: Any) -> Any:
         named = f
         while isinstance(named, functools.partial):
             named = named.func
@@ -68,6 +68,7 @@ class Compiled:
     """
 
     __slots__ = ("__dict__", "__weakref__", "_call", "lower", "trace")
+    __wrapped__: Callable  # set by `wraps`
 
     def __init__(self, f: Callable, call: Callable, lower: Callable, trace: Callable):
         self._call, self.lower, self.trace = call, lower, trace
@@ -76,7 +77,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def __get__(self, instance, owner=None):
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
