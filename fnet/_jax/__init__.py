@@ -7,6 +7,7 @@ tests/test_jax_names.py contains a test that fails if a version of JAX no longer
 """
 
 import importlib
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 
@@ -68,13 +69,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name in ("compilation", "kernels", "processes"):
         return importlib.import_module(f"fnet._jax.{name}")
     raise AttributeError(f"module 'fnet._jax' has no attribute {name!r}")
 
 
-def prng_impl(**options):
+def prng_impl(**options: Any) -> Any:
     """Defines a random number generator with `jax.extend.random.define_prng_impl`, and returns it.
     The result can be passed to `jax.random.wrap_key_data` as `impl`."""
     from jax.extend import random

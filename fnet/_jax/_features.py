@@ -21,21 +21,21 @@ class Missing:
     def __init__(self, path: str, feature: str):
         self._path, self._feature = path, feature
 
-    def _fail(self):
+    def _fail(self) -> Any:
         raise NotImplementedError(
             f"{self._feature} needs {self._path}, which JAX {jax.__version__} does not have; use "
             "a version of JAX that fnet was tested with (constraints/)"
         )
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._fail()
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         self._fail()
 
-    def __bool__(self):
+    def __bool__(self) -> Any:
         return False
 
 

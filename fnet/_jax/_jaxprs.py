@@ -27,7 +27,7 @@ def consts_as_inputs(closed: Any) -> Any:
     return _without_constants(closed.jaxpr)
 
 
-def _without_constants(jaxpr):
+def _without_constants(jaxpr: Any) -> Any:
     invars, info = [*jaxpr.constvars, *jaxpr.invars], jaxpr.debug_info
     if info.arg_names is not None and len(info.arg_names) != len(invars):
         info = info._replace(

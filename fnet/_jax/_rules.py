@@ -90,9 +90,9 @@ class CustomVjp:
         """
         outvars = forward.closed.jaxpr.outvars
         saved, outputs = outvars[: forward.residuals], outvars[forward.residuals :]
-        live = []
+        live: list[bool] = []
 
-        def run(inputs, residuals, cotangents):
+        def run(inputs: Any, residuals: Any, cotangents: Any) -> list:
             rest = iter([v.val if isinstance(v, Literal) else x for v, x in zip(saved, residuals)])
             full = [next(rest) if i is None else inputs[i] for i in forward.forwarded]
             gradients = self._params["bwd"].call_wrapped(
@@ -118,9 +118,10 @@ class CustomVjp:
 def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tuple[Any, list[bool]]:
     """Traces the batching rule of a custom_vmap equation for inputs of the given types. Returns the
     jaxpr of the batching rule, and for each output whether it is batched."""
-    flags, tree = [], params["in_tree"]
+    flags: list[bool] = []
+    tree = params["in_tree"]
 
-    def rule(*arrays):
+    def rule(*arrays: Any) -> Any:
         outputs, which = params["rule"](
             size, list(jax.tree.unflatten(tree, batched)), *jax.tree.unflatten(tree, arrays)
         )
@@ -130,15 +131,15 @@ def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tup
     return jax.make_jaxpr(rule)(*types), flags
 
 
-def _aval(atom):
+def _aval(atom: Any) -> Any:
     return jax.typeof(jnp.asarray(atom.val)) if isinstance(atom, Literal) else atom.aval
 
 
-def _inexact(v) -> bool:
+def _inexact(v: Any) -> bool:
     return jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
-def _cotangents(outputs, zeros, nonzero):
+def _cotangents(outputs: Any, zeros: Any, nonzero: Any) -> list:
     """Returns the cotangents of all outputs, in order. Where `zeros` is True, the cotangent is a
     symbolic zero. The list `nonzero` contains the cotangents of the floating-point outputs for
     which `zeros` is False. The cotangent of an integer output is a symbolic zero or an array with

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ kernels_in_exports = jax.make_user_context(False)
 jax.export.export(...)`."""
 
 
-def trace_state():
+def trace_state() -> Any:
     """Returns a value that identifies the current JAX trace.
 
     Two calls of `trace_state` return equal values if and only if both calls run in the same trace,
@@ -59,20 +60,20 @@ def context_mesh() -> jax.sharding.AbstractMesh:
     return _thread_resources.env.physical_mesh.abstract_mesh
 
 
-def vary_alike(*arrays):
+def vary_alike(*arrays: Any) -> Any:
     """Converts arrays so that all of them vary over the same mesh axes, as shard_map requires for
     the operands of an operation."""
     return _reshard(*arrays)
 
 
-def varies_over(x) -> frozenset:
+def varies_over(x: Any) -> frozenset:
     """Returns the mesh axes over which an array varies, inside a shard_map that tracks these axes.
     `x` is an array, or the abstract value of an array (`jax.typeof(array)`)."""
     kind = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
 
-def zeros(shape: tuple, dtype: Any, axes: frozenset):
+def zeros(shape: tuple, dtype: Any, axes: frozenset) -> Any:
     """Returns an array of zeros that `jax.lax.pcast` marks as varying over the mesh axes `axes`.
     Inside shard_map, the initial carry of a scan must vary over the same mesh axes as the results
     of its iterations."""
@@ -80,7 +81,7 @@ def zeros(shape: tuple, dtype: Any, axes: frozenset):
     return jax.lax.pcast(zeros, tuple(sorted(axes, key=str)), to="varying") if axes else zeros
 
 
-def without_locations():
+def without_locations() -> Any:
     """Returns a context in which lowered programs contain no source lines, because source lines
     contain file paths of this machine."""
     return contextlib.nullcontext() if isinstance(_frames, Missing) else _frames(0)
@@ -131,7 +132,7 @@ def current_names() -> Any:
 
 
 @contextlib.contextmanager
-def equation_context(eqn: Any, outer: Any):
+def equation_context(eqn: Any, outer: Any) -> Iterator:
     """Returns a context in which new equations get the source line and the JAX settings (`ctx`) of
     the equation `eqn`. The name stack of the new equations is `outer`, followed by the name stack
     of `eqn`."""
@@ -141,7 +142,7 @@ def equation_context(eqn: Any, outer: Any):
 
 
 @contextlib.contextmanager
-def names_context(outer: Any, name: str):
+def names_context(outer: Any, name: str) -> Iterator:
     """Returns a context that replaces the active name stack by `outer`, followed by `name`, for new
     equations."""
     with _source_info.set_name_stack(outer.extend(name)):
@@ -223,7 +224,7 @@ def bind(primitive: Any, arrays: list, params: dict) -> list:
 
 
 @functools.lru_cache(4096)
-def _inlined(primitive, params, _numbers):
+def _inlined(primitive: Any, params: dict, _numbers: Any) -> Any:
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=_EARLY)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 
@@ -26,7 +27,7 @@ _started: dict[
 ] = {}  # options and result of each program that is loaded in the background
 
 
-def install(store, *, shortest: float) -> bool:
+def install(store: Any, *, shortest: float) -> bool:
     """Makes JAX load compiled programs from `store` and save them to it, unless JAX already has a
     cache.
 
@@ -104,13 +105,13 @@ def preload(programs: bytes) -> None:
     loader.shutdown(wait=False)
 
 
-def _load(key, options, device):
+def _load(key: Any, options: Any, device: Any) -> Any:
     return _read(
         key, _options.ParseFromString(bytes.fromhex(options)), device.client, _devices((device,))
     )
 
 
-def _look_up(key, options, backend, devices, *callbacks):
+def _look_up(key: Any, options: Any, backend: Any, devices: Any, *callbacks: Any) -> Any:
     """Returns a compiled program that `preload` has loaded, or reads the program from the store.
     JAX calls `_look_up` in place of its own function `get_executable_and_time`."""
     if len(devices) > 1 or any(callbacks):
@@ -128,7 +129,7 @@ def _look_up(key, options, backend, devices, *callbacks):
     return _read(key, options, backend, devices, *callbacks)
 
 
-def _save(*args):
+def _save(*args: Any) -> None:
     """Writes a compiled program to the store, unless the program cannot be serialized. JAX calls
     `_save` in place of its own function `put_executable_and_time`.
 

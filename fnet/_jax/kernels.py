@@ -110,7 +110,18 @@ def cudnn_version() -> int | None:
     return versions.cudnn_get_version() if versions else None
 
 
-def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True) -> list:
+def cudnn_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    lengths: Any,
+    *rest: Any,
+    scale: Any,
+    causal: Any,
+    window: Any,
+    residuals: Any = True,
+) -> list:
     """Computes cuDNN's flash attention. The inputs q [b, t, h, d] and k, v [b, s, g, d] have a
     16-bit dtype.
 
@@ -179,7 +190,16 @@ def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residu
 
 
 def splash_attention(
-    q, k, v, lengths, *rest, causal, window, block, residuals=True, interpret=False
+    q: Any,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    *rest: Any,
+    causal: Any,
+    window: Any,
+    block: Any,
+    residuals: Any = True,
+    interpret: Any = False,
 ) -> Any:
     """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t,
     d] and k, v [g, s, d]. The function does not scale the attention logits, so the caller must pass
@@ -225,7 +245,7 @@ def splash_attention(
         return _run(kernels, kernel, q, k, v, ids, *rest)
 
 
-def _run(kernels, kernel, q, k, v, ids, *rest):
+def _run(kernels: Any, kernel: Any, q: Any, k: Any, v: Any, ids: Any, *rest: Any) -> Any:
     if not rest:
         results = kernel(q, k, v, ids)
         return (results[0], *results[1]) if kernel.kwargs["save_residuals"] else (results,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+from typing import Any
 
 from fnet._jax._features import private
 
@@ -34,7 +35,7 @@ def backend_is_up() -> bool:
     return _xla_bridge.backends_are_initialized()
 
 
-def notes():
+def notes() -> Any:
     """Returns the client of JAX's key-value store, through which processes exchange short texts.
     Process 0 runs the store."""
     return _distributed.global_state.client

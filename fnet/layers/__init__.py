@@ -13,6 +13,8 @@ For activation functions, use `jax.nn`: `sigmoid`, `leaky_relu`, `tanh`, `relu`,
 `optax.hinge_loss`. For the cross-entropy over a large vocabulary, use `linear_cross_entropy`.
 """
 
+from typing import Any
+
 from fnet.layers import _hints
 from fnet.layers._attend import dot_product_attention
 from fnet.layers._attention import Attention, Rotary
@@ -90,5 +92,5 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     raise _hints.missing_name(name, __all__)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,17 +125,17 @@ def dot_product_attention(
 
 
 def attend(
-    query,
-    key,
-    value,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     *,
-    mask=None,
-    lengths=None,
-    starts=None,
-    causal,
-    window,
-    scale=None,
-    softcap=None,
+    mask: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
+    causal: bool,
+    window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Computes `dot_product_attention` for arguments that are already validated; the mask has four
     axes."""
@@ -155,7 +157,7 @@ def attend(
     )[0]
 
 
-def mask_of(mask, shape, what) -> jax.Array:
+def mask_of(mask: jax.Array, shape: tuple[int, ...], what: str) -> jax.Array:
     """Checks a mask, and returns it with four axes. `what` is the beginning of the error message."""
     mask = jnp.asarray(mask)
     full = (
@@ -173,7 +175,7 @@ def mask_of(mask, shape, what) -> jax.Array:
     return mask.reshape(full)
 
 
-def _check(query, key, value):
+def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if (
         not all(x.ndim == 4 for x in (query, key, value))
@@ -216,32 +218,52 @@ backward_p = Primitive("attention_backward")
 value."""
 
 
-def _attention(blocks, products, *args, form, compute, outs, residuals):
-    def run(*args):
+def _attention(
+    blocks: list[xla.Span],
+    products: Products,
+    *args: Any,
+    form: Form,
+    compute: Any,
+    outs: tuple,
+    residuals: bool,
+) -> Any:
+    count = 3 if residuals else 1
+
+    def run(*args: Any) -> list:
         out, *statistics = xla.forward(form, products, blocks, *args)
         return [out.astype(outs[0]), *statistics][:count]
 
-    count, statistics = 3 if residuals else 1, like(args[0], 0, 2, 1)
+    statistics = like(args[0], 0, 2, 1)
     return automatic(run, [like(args[0], 0, 1, 2, 3), statistics, statistics][:count])(*args)
 
 
-def _tangent(blocks, products, *args, form, compute, outs, moving):
+def _tangent(
+    blocks: list[xla.Span],
+    products: Products,
+    *args: Any,
+    form: Form,
+    compute: Any,
+    outs: tuple,
+    moving: tuple[bool, ...],
+) -> list:
     run = functools.partial(xla.tangent, form, products, blocks, moving)
     where, tangents = args[3 : 3 + len(form.given)], args[6 + len(form.given) :]
     return [automatic(run, like(args[0], 0, 1, 2, 3))(*args[:3], *where, *tangents).astype(outs[0])]
 
 
-def _backward(blocks, products, *args, form, compute, outs):
+def _backward(
+    blocks: list[xla.Span], products: Products, *args: Any, form: Form, compute: Any, outs: tuple
+) -> list:
     run = automatic(functools.partial(xla.backward, form, products, blocks), _cotangents(args))
     gradients = run(*args)
     return [x.astype(dtype) for x, dtype in zip(gradients, outs)]
 
 
-def _cotangents(args):
+def _cotangents(args: tuple) -> tuple:
     return tuple(like(x, 0, 1, 2, 3) for x in args[:3])
 
 
-def _in_one_block(operand, f, *args, **params):
+def _in_one_block(operand: Callable, f: Callable[..., list], *args: Any, **params: Any) -> list:
     """Evaluates the attention function `f` on all queries and keys at once. The function `operand`
     maps the dtype `compute` to the dtype of the operands of the matrix products."""
     form, compute = params["form"], params["compute"]
@@ -256,7 +278,7 @@ _by_xla = functools.partial(_in_one_block, lambda compute: compute)
 _whole = functools.partial(_in_one_block, xla.widened)
 
 
-def _on_cpu(f, *args, **params):
+def _on_cpu(f: Callable[..., list], *args: Any, **params: Any) -> list:
     # XLA:CPU supports bfloat16 products with float32 sums in two forms only. A program with another
     # form fails at run time: see transforms/_lowered.py.
     form, compute = params["form"], params["compute"]
@@ -264,28 +286,32 @@ def _on_cpu(f, *args, **params):
     return f(xla.spans(form, args[0].shape[1], args[1].shape[1]), products, *args, **params)
 
 
-def _by_kernel(platform, primitive, f):
+def _by_kernel(platform: str, primitive: Any, f: Callable) -> Any:
     """Returns the lowering rule for a platform that has attention kernels."""
 
-    def rule(ctx, *values, form, compute, outs, **params):
+    def rule(ctx: Any, *values: Any, form: Form, compute: Any, outs: tuple, **params: Any) -> Any:
         partitioning = _jax.kernels.partitioning(ctx)
-        run = functools.partial(_by_xla, f, form=form, compute=compute, outs=outs, **params)
-        if flash.refusal(platform, form, compute, *ctx.avals_in[:2], partitioning) is None:
-            kernel = flash.forward if primitive is attention_p else flash.backward
+        kernel = flash.forward if primitive is attention_p else flash.backward
 
-            def run(*args):
-                results = kernel(platform, form, compute, *params.values(), partitioning, *args)
-                return [
-                    *(x.astype(dtype) for x, dtype in zip(results, outs)),
-                    *results[len(outs) :],
-                ]
+        def by_kernel(*args: Any) -> list:
+            results = kernel(platform, form, compute, *params.values(), partitioning, *args)
+            casted = [x.astype(dtype) for x, dtype in zip(results, outs)]
+            return [*casted, *results[len(outs) :]]
 
+        def by_xla(*args: Any) -> list:
+            return _by_xla(f, *args, form=form, compute=compute, outs=outs, **params)
+
+        q, k = ctx.avals_in[:2]
+        refusal = flash.refusal(platform, form, compute, q, k, partitioning)
+        run = by_kernel if refusal is None else by_xla
         return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
 
     return rule
 
 
-def _explain(primitive, query, key, *_, form, compute, **params) -> str:
+def _explain(
+    primitive: Any, query: jax.Array, key: Any, *_: Any, form: Form, compute: Any, **params: Any
+) -> str:
     """Describes how an equation with an attention primitive is implemented on this machine."""
     platform = jax.default_backend()
     if platform == "cpu":
@@ -314,7 +340,7 @@ def _explain(primitive, query, key, *_, form, compute, **params) -> str:
     return "splash attention, a Pallas kernel, on one device or inside shard_map; plain XLA if XLA partitions it"
 
 
-def _refusal(primitive, platform, eqn) -> str | None:
+def _refusal(primitive: Any, platform: str, eqn: Any) -> str | None:
     """Returns why no kernel implements an equation on "cuda" or "tpu", or None if a kernel
     implements it."""
     if primitive is tangent_p:
@@ -322,11 +348,11 @@ def _refusal(primitive, platform, eqn) -> str | None:
     return flash.refusal(platform, *_form(**eqn.params), *(v.aval for v in eqn.invars[:2]))
 
 
-def _form(*, form, compute, **_):
+def _form(*, form: Form, compute: Any, **_: Any) -> tuple:
     return form, compute
 
 
-def _weights(eqn, arrays):
+def _weights(eqn: Any, arrays: list) -> Any:
     """Recomputes the attention weights [b, h, t, s], which no implementation stores."""
     form, compute = _form(**eqn.params)
     where = arrays[3 : 3 + len(form.given)]
@@ -335,7 +361,7 @@ def _weights(eqn, arrays):
     )
 
 
-def _reweighted(eqn, arrays, weights):
+def _reweighted(eqn: Any, arrays: list, weights: jax.Array) -> list:
     """Returns the outputs of an equation with the attention primitive, computed with the given
     attention weights."""
     form, compute = _form(**eqn.params)
@@ -343,7 +369,7 @@ def _reweighted(eqn, arrays, weights):
     return [y.astype(eqn.outvars[0].aval.dtype)]
 
 
-def _axes(eqn):
+def _axes(eqn: Any) -> tuple:
     """Describes the axes of the inputs and outputs of an attention primitive (see
     `jaxpr.Description.axes`).
 
@@ -368,7 +394,7 @@ def _axes(eqn):
     )
 
 
-def _lower(params, compute, out) -> dict | None:
+def _lower(params: dict, compute: Any, out: Any) -> dict | None:
     """Returns a dict with the new dtypes that autocast sets in an equation with an attention
     primitive.
 
@@ -381,12 +407,12 @@ def _lower(params, compute, out) -> dict | None:
 
 
 @functools.lru_cache(1024)
-def _types(f, types, params):
+def _types(f: Callable, types: Any, params: Any) -> Any:
     """Returns the types of the results, including their shardings and varying mesh axes."""
     return jax.make_jaxpr(functools.partial(_whole, f, **dict(params)))(*types).out_avals
 
 
-def _define(primitive, f):
+def _define(primitive: Any, f: Callable) -> None:
     primitive.multiple_results = True
     run = jax.jit(
         lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params"
@@ -424,7 +450,7 @@ def _define(primitive, f):
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
 
 
-def _batch(primitive, args, axes, *, form, **params):
+def _batch(primitive: Any, args: tuple, axes: tuple, *, form: Form, **params: Any) -> tuple:
     """Batching rule: merges the new axis with the batch axis."""
     size = next(x.shape[axis] for x, axis in zip(args, axes) if axis is not None)
     batch = args[0].shape[1 if axes[0] == 0 else 0]
@@ -445,12 +471,14 @@ def _batch(primitive, args, axes, *, form, **params):
     return [x.reshape(size, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
 
-def _derivative(primitive, f, primals, tangents, **params):
+def _derivative(
+    primitive: Any, f: Callable, primals: tuple, tangents: tuple, **params: Any
+) -> tuple:
     """JVP rule of a primitive: differentiates `f`, which computes the primitive's results with
     `jax.lax` operations."""
     moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
-    def of(*moved):
+    def of(*moved: Any) -> Any:
         args = list(primals)
         for i, x in zip(moving, moved):
             args[i] = x
@@ -460,7 +488,7 @@ def _derivative(primitive, f, primals, tangents, **params):
     return primitive.bind(*primals, **params), out_tangents
 
 
-def _attention_jvp(primals, tangents, *, residuals, **params):
+def _attention_jvp(primals: tuple, tangents: tuple, *, residuals: bool, **params: Any) -> tuple:
     results = attention_p.bind(*primals, residuals=True, **params)
     out, peak, total = (checkpoint_name(x, "attention") for x in results)
     moving = tuple(not isinstance(x, ad.Zero) for x in tangents[:3])
@@ -472,7 +500,9 @@ def _attention_jvp(primals, tangents, *, residuals, **params):
     return results[:count], zeros[:count]
 
 
-def _tangent_transpose(cotangents, *args, form, compute, outs, moving):
+def _tangent_transpose(
+    cotangents: tuple, *args: Any, form: Form, compute: Any, outs: tuple, moving: tuple[bool, ...]
+) -> Any:
     count = len(args) - sum(moving)
     if isinstance(cotangents[0], ad.Zero):
         return [None] * len(args)
@@ -481,7 +511,9 @@ def _tangent_transpose(cotangents, *args, form, compute, outs, moving):
     return [*[None] * count, *itertools.compress(gradients, moving)]
 
 
-def _backward_transpose(cotangents, *args, form, compute, outs):
+def _backward_transpose(
+    cotangents: tuple, *args: Any, form: Form, compute: Any, outs: tuple
+) -> Any:
     moving = tuple(not isinstance(x, ad.Zero) for x in cotangents)
     if not any(moving):
         return [None] * len(args)
@@ -496,12 +528,16 @@ def _backward_transpose(cotangents, *args, form, compute, outs):
     return [None] * (len(args) - 1) + out_tangent
 
 
-def _backward_by_definition(blocks, products, *args, form, compute, outs):
+def _backward_by_definition(
+    blocks: list[xla.Span], products: Products, *args: Any, form: Form, compute: Any, outs: tuple
+) -> list:
     """Computes the same cotangents of query, key and value as `_backward`, but with `jax.vjp` of
     the forward pass."""
     where = args[3 : 3 + len(form.given)]
 
-    def run(q, k, v, cotangent, *where):
+    def run(
+        q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array, *where: jax.Array
+    ) -> tuple:
         return jax.vjp(
             lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], q, k, v
         )[1](cotangent)

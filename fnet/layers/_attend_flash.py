@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,9 @@ from fnet.layers._sizes import sized
 AMPERE, HOPPER = 8.0, 9.0
 
 
-def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole") -> str | None:
+def refusal(
+    platform: str, form: Form, compute: Any, q: jax.Array, k: jax.Array, partitioning: str = "whole"
+) -> str | None:
     """Returns why a platform's kernel does not support an attention, or None if the kernel supports
     the attention.
 
@@ -54,7 +58,7 @@ def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole
     return (_cudnn if platform == "cuda" else _splash)(form, compute, t, s, d)
 
 
-def _cudnn(form, compute, t, s, d):
+def _cudnn(form: Form, compute: Any, t: int, s: int, d: int) -> str | None:
     capability, version = _nvidia()
     largest = 256 if capability >= HOPPER and version >= 90500 else 128
     if compute not in (jnp.bfloat16, jnp.float16):
@@ -74,7 +78,7 @@ def _cudnn(form, compute, t, s, d):
     return None
 
 
-def _splash(form, compute, t, s, d):
+def _splash(form: Form, compute: Any, t: int, s: int, d: int) -> str | None:
     if compute not in (jnp.bfloat16, jnp.float32):
         return f"the TPU's kernel needs bfloat16 or float32, not {compute}"
     if "mask" in form.given:
@@ -100,8 +104,16 @@ def _nvidia() -> tuple[float, int]:
 
 
 def forward(
-    platform: str, form: Form, compute, residuals: bool, partitioning: str, q, k, v, *where
-):
+    platform: str,
+    form: Form,
+    compute: Any,
+    residuals: bool,
+    partitioning: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *where: jax.Array,
+) -> list:
     """Returns [out], where `out` is the output of the attention.
 
     If `residuals` is True, returns [out, peak, total]. The arrays `peak` and `total` [b, h, t]
@@ -116,25 +128,35 @@ def forward(
     return [out, *sums, *(jnp.ones_like(x) for x in sums)]
 
 
-def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *rest):
+def backward(
+    platform: str,
+    form: Form,
+    compute: Any,
+    partitioning: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *rest: jax.Array,
+) -> list:
     """Returns the cotangents of q, k and v. `rest` contains the optional arrays (mask, lengths),
     the results of `forward` (out, peak, total), and the cotangent of the output."""
     *where, out, peak, _, gradient = rest
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     blind = _blind(form, mask, lengths)
     kinds = (*kinds, "bht", "bthd", "bthd")
-    of_q, of_k, of_v = _split(
-        _KERNELS[platform][1], form, kinds, ("bthd", "bsgd", "bsgd"), partitioning
-    )(*arrays, peak, _cast(out, compute), _cast(_silent(blind, gradient), compute))
-    if (
-        lengths is not None
-    ):  # the cotangents of padding keys are 0, but kernels return arbitrary values
+    run = _split(_KERNELS[platform][1], form, kinds, ("bthd", "bsgd", "bsgd"), partitioning)
+    gradient = _silent(blind, gradient)
+    of_q, of_k, of_v = run(*arrays, peak, _cast(out, compute), _cast(gradient, compute))
+    if lengths is not None:
+        # The cotangents of padding keys are 0, but kernels return arbitrary values.
         real = _real(lengths, k)[:, :, None, None]
         of_k, of_v = (jnp.where(real, x, 0) for x in (of_k, of_v))
     return [_silent(blind, of_q), of_k, of_v]
 
 
-def _operands(form, compute, q, k, v, where):
+def _operands(
+    form: Form, compute: Any, q: jax.Array, k: jax.Array, v: jax.Array, where: Iterable
+) -> tuple:
     """Returns (the operands of a kernel, the axes of each operand, (mask, lengths)).
 
     The returned mask and lengths are those that the kernel uses, or None. If the caller passed both
@@ -158,36 +180,34 @@ def _operands(form, compute, q, k, v, where):
     return arrays, kinds, (mask, lengths)
 
 
-def _real(lengths, k):
+def _real(lengths: jax.Array, k: jax.Array) -> jax.Array:
     """Returns booleans [b, s] that are True for keys that are not padding."""
     return jnp.arange(k.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
 
 
-def _blind(form, mask, lengths):
+def _blind(form: Form, mask: jax.Array | None, lengths: jax.Array | None) -> jax.Array | None:
     """Returns booleans, broadcastable to [b, h, t], that are True for queries that attend to no
     key.
 
     Returns None if `mask` and `lengths` are None, because every query then attends to at least one
     key.
     """
-    if mask is not None:
+    if mask is None:
+        return None if lengths is None else (lengths <= 0)[:, None, None]
+    if form.causal:
         t, s = mask.shape[2:]
-        return ~(mask & jnp.tril(jnp.ones((t, s), bool))[None, None] if form.causal else mask).any(
-            -1
-        )
-    return None if lengths is None else (lengths <= 0)[:, None, None]
+        mask = mask & jnp.tril(jnp.ones((t, s), bool))[None, None]
+    return ~mask.any(-1)
 
 
-def _silent(blind, x):
+def _silent(blind: jax.Array | None, x: jax.Array) -> jax.Array:
     """Returns x [b, t, h, d], set to 0 for queries that attend to no key."""
-    return (
-        x
-        if blind is None
-        else jnp.where(blind.swapaxes(1, 2)[..., None], jnp.zeros((), x.dtype), x)
-    )
+    if blind is None:
+        return x
+    return jnp.where(blind.swapaxes(1, 2)[..., None], jnp.zeros((), x.dtype), x)
 
 
-def _named(kinds, arrays):
+def _named(kinds: tuple[str, ...], arrays: Any) -> tuple:
     """Splits `arrays` into (bias, lengths, list of the other arrays).
 
     `arrays` contains the operands that follow query, key and value. `bias` and `lengths` are None
@@ -198,7 +218,15 @@ def _named(kinds, arrays):
     return bias, rest.pop(0) if "b" in kinds else None, rest
 
 
-def _cudnn_attention(form, kinds, results, q, k, v, *rest):
+def _cudnn_attention(
+    form: Form,
+    kinds: tuple[str, ...],
+    results: tuple,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *rest: jax.Array,
+) -> tuple:
     bias, lengths, rest = _named(kinds, rest)
     return tuple(
         _jax.kernels.cudnn_attention(
@@ -216,7 +244,15 @@ def _cudnn_attention(form, kinds, results, q, k, v, *rest):
     )
 
 
-def _splash_forward(form, kinds, results, q, k, v, *rest):
+def _splash_forward(
+    form: Form,
+    kinds: tuple[str, ...],
+    results: tuple,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *rest: jax.Array,
+) -> tuple:
     _, lengths, _ = _named(kinds, rest)
     how = dict(
         causal=form.causal, window=form.window, block=_block(q, k), residuals=len(results) > 1
@@ -229,7 +265,15 @@ def _splash_forward(form, kinds, results, q, k, v, *rest):
     return _heads_first(out), *sums
 
 
-def _splash_backward(form, kinds, results, q, k, v, *rest):
+def _splash_backward(
+    form: Form,
+    kinds: tuple[str, ...],
+    results: tuple,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *rest: jax.Array,
+) -> tuple:
     _, lengths, (peak, out, gradient) = _named(kinds, rest)
     how = dict(causal=form.causal, window=form.window, block=_block(q, k))
     kernel = lambda q, k, v, p, o, g, *n: _jax.kernels.splash_attention(
@@ -244,11 +288,11 @@ def _splash_backward(form, kinds, results, q, k, v, *rest):
     return _cast(of_q.astype(jnp.float32) * form.scale, of_q.dtype), of_k, of_v
 
 
-def _heads_first(x):
+def _heads_first(x: jax.Array) -> jax.Array:
     return x.swapaxes(1, 2)
 
 
-def _block(q, k):
+def _block(q: jax.Array, k: jax.Array) -> int:
     return next(n for n in (512, 256, 128) if q.shape[1] % n == k.shape[1] % n == 0)
 
 
@@ -258,7 +302,7 @@ _KERNELS = {
 }
 
 
-def _split(kernel, form, operands, results, partitioning):
+def _split(kernel: Callable, form: Form, operands: tuple, results: tuple, partitioning: str) -> Any:
     """Returns a function of `*arrays` that calls `kernel(form, operands, results, *arrays)`.
 
     XLA can partition the returned function along the batch and the heads. Arrays that are sharded
@@ -271,24 +315,21 @@ def _split(kernel, form, operands, results, partitioning):
         partitioning: as in `refusal`. If `partitioning` is "whole", XLA does not partition the
             program.
     """
-    whole = partitioning == "whole"
-    return (
-        functools.partial(kernel, form, operands, results)
-        if whole
-        else _splitting(kernel, form, operands, results)
-    )
+    if partitioning == "whole":
+        return functools.partial(kernel, form, operands, results)
+    return _splitting(kernel, form, operands, results)
 
 
 @functools.lru_cache(256)
-def _splitting(kernel, form, operands, results):
+def _splitting(kernel: Callable, form: Form, operands: tuple, results: tuple) -> Any:
     from jax.experimental.custom_partitioning import custom_partitioning
 
     f = functools.partial(kernel, form, operands, results)
     split = custom_partitioning(f)
 
-    def places(mesh, args):
-        spec = getattr(args[0].sharding, "spec", None) or ()
-        batch, _, heads, _ = (*spec, *(None,) * (4 - len(spec)))
+    def places(mesh: Any, args: Any) -> tuple:
+        spec: Any = getattr(args[0].sharding, "spec", None) or ()
+        batch, _, heads, _ = list(spec) + [None] * (4 - len(spec))
         if args[0].shape[0] % _parts(mesh, batch):
             batch = None
         if args[1].shape[2] % _parts(mesh, heads):
@@ -297,7 +338,7 @@ def _splitting(kernel, form, operands, results):
         place = lambda axes: NamedSharding(mesh, P(*(along.get(axis) for axis in axes)))
         return tuple(map(place, operands)), tuple(map(place, results))
 
-    def partition(mesh, args, _):
+    def partition(mesh: Any, args: Any, _: Any) -> tuple:
         taken, given = places(mesh, args)
         return mesh, f, given, taken
 
@@ -313,15 +354,16 @@ def _splitting(kernel, form, operands, results):
     return split
 
 
-def _letters(axes):
+def _letters(axes: str) -> str:
     return " ".join({"B": "p", "H": "r"}.get(axis, axis) for axis in axes)
 
 
-def _parts(mesh, axes) -> int:
-    return math.prod(
-        mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ())
-    )
+def _parts(mesh: Any, axes: Any) -> int:
+    """Returns into how many parts the mesh axes `axes` (a name, several names or None) split an
+    array."""
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[name] for name in names)
 
 
-def _cast(x, dtype):
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)

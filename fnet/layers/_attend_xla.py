@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,7 +84,7 @@ def spans(form: Form, t: int, s: int) -> list[Span]:
     return found
 
 
-def widened(dtype):
+def widened(dtype: Any) -> Any:
     """Returns the dtype of sums and of the softmax for inputs of the given dtype."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
@@ -102,31 +103,31 @@ class Products(NamedTuple):
     barred: bool = False
 
     @property
-    def wide(self):
+    def wide(self) -> Any:
         return widened(self.compute)
 
-    def read(self, x):
+    def read(self, x: jax.Array) -> jax.Array:
         if self.compute == self.operand:
             return _cast(x, self.compute)
         # Rounds the value but not the derivative; x + (rounded - x) is exact.
         x = _cast(x, self.operand)
         return x + lax.stop_gradient(_cast(_cast(x, self.compute), self.operand) - x)
 
-    def rows(self, x, y):
+    def rows(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Computes the matrix product x y^T for x [b, g, m, k] and y [b, g, n, k]."""
         return self._dot(x, y, 3, 3)
 
-    def mix(self, x, y):
+    def mix(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Computes the matrix product x y for x [b, g, m, k] and y [b, g, k, n]."""
         return self._dot(x, y, 3, 2)
 
-    def sums(self, x, y):
+    def sums(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Computes the matrix product x^T y for x [b, g, k, m] and y [b, g, k, n]."""
         if not self.barred:
             return self._dot(x, y, 2, 2)
         return self._dot(lax.optimization_barrier(self.read(x).swapaxes(2, 3)), y, 3, 2)
 
-    def _dot(self, x, y, i, j):
+    def _dot(self, x: jax.Array, y: jax.Array, i: int, j: int) -> jax.Array:
         x, y = self.read(x), self.read(y)
         if not self.barred:
             return lax.dot_general(
@@ -144,7 +145,15 @@ class Products(NamedTuple):
         return lax.optimization_barrier(z).reshape(shape)
 
 
-def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
+def forward(
+    form: Form,
+    products: Products,
+    blocks: list[Span],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *where: jax.Array,
+) -> tuple:
     """Computes attention in blocks of queries.
 
     Returns (output [b, t, h, d], peak [b, h, t], total [b, h, t]), where peak is the maximum of
@@ -183,7 +192,9 @@ def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where)
     return _join(_concatenate(y, 3)), _concatenate(peak, 2), _concatenate(total, 2)
 
 
-def weights(form: Form, products: Products, q, k, *where):
+def weights(
+    form: Form, products: Products, q: jax.Array, k: jax.Array, *where: jax.Array
+) -> jax.Array:
     """Returns the attention weights [b, h, t, s] in the dtype `products.wide`; masked keys have
     weight 0."""
     g = k.shape[2]
@@ -197,7 +208,7 @@ def weights(form: Form, products: Products, q, k, *where):
     )
 
 
-def mixed(products: Products, weights, v):
+def mixed(products: Products, weights: jax.Array, v: jax.Array) -> jax.Array:
     """Returns the output [b, t, h, d] for the attention weights `weights` [b, h, t, s]."""
     b, h, t, _ = weights.shape
     g = v.shape[2]
@@ -205,7 +216,15 @@ def mixed(products: Products, weights, v):
     return _join(y.reshape(b, g, h // g, t, v.shape[-1]))
 
 
-def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest):
+def backward(
+    form: Form,
+    products: Products,
+    blocks: list[Span],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *rest: jax.Array,
+) -> tuple:
     """Returns the cotangents of q, k and v.
 
     `rest` contains the optional arrays (mask, lengths, starts), the three results of `forward`, and
@@ -271,7 +290,16 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
     return _join(_concatenate(of_q, 3)), of_k.swapaxes(1, 2), of_v.swapaxes(1, 2)
 
 
-def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
+def tangent(
+    form: Form,
+    products: Products,
+    blocks: list[Span],
+    moving: tuple[bool, ...],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *rest: jax.Array,
+) -> Any:
     """Returns the tangent of the output. `moving` contains three booleans, which state whether q, k
     and v have tangents. The tangents of q, k and v are at the end of `rest`."""
     tangents = iter(rest[len(form.given) :])
@@ -285,7 +313,7 @@ def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v,
     )[1]
 
 
-def seen(form: Form, at: Span, shape, where):
+def seen(form: Form, at: Span, shape: tuple[int, ...], where: Any) -> Any:
     """Returns a boolean mask for a block of queries, True where a query may attend to a key, or
     None if all are True.
 
@@ -325,7 +353,9 @@ def seen(form: Form, at: Span, shape, where):
     return functools.reduce(jnp.logical_and, found) if found else None
 
 
-def _logits(form, products, at, q, k, where):
+def _logits(
+    form: Form, products: Products, at: Span, q: jax.Array, k: jax.Array, where: Any
+) -> tuple:
     """Returns (the logits [b, h, t, s] of a block of queries and its keys, the result of `seen` for
     this block)."""
     b, g, r, t, _ = q.shape
@@ -342,33 +372,33 @@ def _logits(form, products, at, q, k, where):
     return logits if mask is None else jnp.where(mask, logits, jnp.finfo(logits.dtype).min), mask
 
 
-def _cast(x, dtype):
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 
 
-def _split(x, groups):
+def _split(x: jax.Array, groups: int) -> jax.Array:
     """Groups the query heads by key/value head, so that keys are not repeated: [b, t, h, d] -> [b,
     g, r, t, d]."""
     b, t, h, d = x.shape
     return x.reshape(b, t, groups, h // groups, d).transpose(0, 2, 3, 1, 4)
 
 
-def _join(x):
+def _join(x: jax.Array) -> jax.Array:
     """Rearranges [b, g, r, t, d] to [b, t, h, d]."""
     b, g, r, t, d = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(b, t, g * r, d)
 
 
-def _merged(x):
+def _merged(x: jax.Array) -> jax.Array:
     """Reshapes [b, g, r, t, d] to [b, g, r * t, d]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _grouped(x, groups):
+def _grouped(x: jax.Array, groups: int) -> jax.Array:
     """Reshapes [b, h, t, s] to [b, g, r * t, s]. Each of the g key/value heads is shared by r = h /
     g query heads."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
-def _concatenate(parts, axis):
+def _concatenate(parts: Sequence, axis: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)

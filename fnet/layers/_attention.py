@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,11 +94,13 @@ class Rotary:
                 [dataclasses.replace(self, features=None)(head, positions, lengths), rest], -1
             )
         rates = np.float32(self.base) ** (-np.arange(0, dim, 2, dtype=np.float32) / dim)
-        if self.by_length:
+        if self.scaling is None:
+            rates = rates[None, None, None]
+        elif self.by_length:
             lengths = positions.max(1) + 1 if lengths is None else lengths
             rates = lax.expand_dims(self.scaling(rates, lengths), (1, 2))  # [b, 1, 1, dim/2]
         else:
-            rates = (rates if self.scaling is None else self.scaling(rates))[None, None, None]
+            rates = self.scaling(rates)[None, None, None]
         angles = lax.expand_dims(positions.astype(jnp.float32), (2, 3)) * rates  # [b, t, 1, dim/2]
         sin, cos = jnp.sin(angles), jnp.cos(angles)
         if (amplitude := getattr(self.scaling, "amplitude", 1.0)) != 1:
@@ -113,6 +116,25 @@ class Rotary:
         sin, cos = sin.astype(y.dtype), cos.astype(y.dtype)
         turned = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis)
         return turned.reshape(x.shape).astype(x.dtype)
+
+
+class _Turn(NamedTuple):
+    """How the queries and keys of one call are rotated.
+
+    Attributes:
+        rotary: the `Rotary` of the layer.
+        positions: the positions of the queries [b, t].
+        lengths: the lengths of the texts [b], earlier calls included, or None.
+        cached_keys: whether all keys of the cache are rotated in each call.
+    """
+
+    rotary: Rotary
+    positions: jax.Array
+    lengths: jax.Array | None
+    cached_keys: bool
+
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        return self.rotary(x, self.positions if positions is None else positions, self.lengths)
 
 
 class Attention(Layer):
@@ -226,43 +248,27 @@ class Attention(Layer):
         v = self._project(scope, "value", source, groups, dim)
         cache = self._cache(scope, k) if self.causal and context is None else None
         start = jnp.zeros(x.shape[0], jnp.int32) if cache is None else cache[2]
-        order = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]  # [b, t]
+
+        turn = None
         if self.rotary is not None:
             if context is not None:
                 raise ValueError(
                     f"Attention at {scope}: rotary= needs self-attention; call it without context="
                 )
-            turn = order if positions is None else self._positions(scope, positions, x)
-            if (
-                late := self.rotary.by_length and cache is not None
-            ):  # the keys are rotated after the cache
-                if positions is not None:
-                    raise ValueError(
-                        f"Attention at {scope}: positions= with a cache needs a rotary= whose "
-                        f"scaling "
-                        "does not depend on the length"
-                    )
-            texts = (
-                None
-                if positions is not None or (lengths is None and not late)
-                else (start + (x.shape[1] if lengths is None else lengths.astype(jnp.int32)))
-            )
-            q, k = self.rotary(q, turn, texts), k if late else self.rotary(k, turn, texts)
+            turn = self._turn(scope, self.rotary, x, start, positions, lengths, cache is not None)
+            q = turn(q)
+            if not turn.cached_keys:
+                k = turn(k)
         if cache is not None:
             k, v, fits = self._append(scope, cache, k, v, lengths)
-            lengths = None
-            if self.rotary is not None and late:
-                k = self.rotary(
-                    k,
-                    jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32)[None], k.shape[:2]),
-                    texts,
-                )
+            lengths = None  # the causal mask hides the keys that are not yet in the cache
+            if turn is not None and turn.cached_keys:
+                everywhere = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+                k = turn(k, jnp.broadcast_to(everywhere, k.shape[:2]))
+
         if mask is not None:
-            mask = mask_of(
-                mask,
-                (x.shape[0], self.heads, x.shape[1], k.shape[1]),
-                f"Attention at {scope}: mask",
-            )
+            shape = (x.shape[0], self.heads, x.shape[1], k.shape[1])
+            mask = mask_of(mask, shape, f"Attention at {scope}: mask")
         where = {"mask": mask, "lengths": lengths, "starts": None if cache is None else start}
         if self.dropout and scope.train:
             y = self._dropped(scope, q, k, v, where)
@@ -288,7 +294,39 @@ class Attention(Layer):
             axes=("heads", "embed"),
         )(scope["out"], y)
 
-    def _sizes(self, scope, x, source):
+    def _turn(
+        self,
+        scope: Scope,
+        rotary: Rotary,
+        x: jax.Array,
+        start: jax.Array,
+        positions: jax.Array | None,
+        lengths: jax.Array | None,
+        cached: bool,
+    ) -> _Turn:
+        """Returns how `rotary` turns the queries and keys of a call that begins at the positions
+        `start` [b]."""
+        time = x.shape[1]
+        # Angles that depend on the length change with each token, also those of earlier keys, so
+        # the cache holds keys that are not rotated.
+        cached_keys = rotary.by_length and cached
+        if positions is not None:
+            turned = self._positions(scope, positions, x)
+            if cached_keys:
+                raise ValueError(
+                    f"Attention at {scope}: positions= with a cache needs a rotary= whose scaling "
+                    "does not depend on the length"
+                )
+            return _Turn(rotary, turned, None, cached_keys)
+        order = start[:, None] + jnp.arange(time, dtype=jnp.int32)[None]  # [b, t]
+        texts = None
+        if lengths is not None:
+            texts = start + lengths.astype(jnp.int32)
+        elif cached_keys:
+            texts = start + time
+        return _Turn(rotary, order, texts, cached_keys)
+
+    def _sizes(self, scope: Scope, x: jax.Array, source: jax.Array) -> tuple[int, int]:
         if x.ndim != 3 or source.ndim != 3 or x.shape[0] != source.shape[0]:
             raise ValueError(
                 f"Attention at {scope}: expected [batch, time, features]; got {x.shape}"
@@ -311,7 +349,9 @@ class Attention(Layer):
             raise ValueError(f"Attention at {scope}: head_dim must be even for rotary=; got {dim}")
         return groups, dim
 
-    def _project(self, scope, name, x, heads, dim, norm=None):
+    def _project(
+        self, scope: Scope, name: str, x: jax.Array, heads: int, dim: int, norm: Layer | None = None
+    ) -> jax.Array:
         y = Dense(
             heads * dim,
             use_bias=self.use_bias,
@@ -323,7 +363,7 @@ class Attention(Layer):
         y = y.reshape(*x.shape[:2], heads, dim)
         return norm(scope[f"{name}_norm"], y) if norm is not None and self.norm_heads else y
 
-    def _positions(self, scope, positions, x):
+    def _positions(self, scope: Scope, positions: jax.Array, x: jax.Array) -> jax.Array:
         positions = jnp.asarray(positions)
         if positions.shape not in (x.shape[:2], x.shape[1:2]):
             raise ValueError(
@@ -333,7 +373,7 @@ class Attention(Layer):
             )
         return jnp.broadcast_to(positions if positions.ndim == 2 else positions[None], x.shape[:2])
 
-    def _cache(self, scope, k):
+    def _cache(self, scope: Scope, k: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array] | None:
         """Returns (keys, values, index) of the cache, or None if the caller passed none."""
         # Products read keys and values with the heads before the time.
         batch, time, groups, dim = k.shape
@@ -353,7 +393,9 @@ class Attention(Layer):
             )
         return cache
 
-    def _append(self, scope, cache, k, v, lengths):
+    def _append(
+        self, scope: Scope, cache: tuple, k: jax.Array, v: jax.Array, lengths: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Appends keys and values to the cache.
 
         Returns:
@@ -361,22 +403,21 @@ class Attention(Layer):
             into the cache).
         """
         keys, values, index = cache
-        new = (
-            jnp.full(index.shape, k.shape[1], jnp.int32)
-            if lengths is None
-            else jnp.asarray(lengths, jnp.int32)
-        )
+        if lengths is None:
+            new = jnp.full(index.shape, k.shape[1], jnp.int32)
+        else:
+            new = jnp.asarray(lengths, jnp.int32)
         rows = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
         columns = index[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-        put = automatic(
-            lambda held, rows, columns, new: held.at[rows, :, columns].set(
-                new.astype(held.dtype), mode="drop"
-            ),
-            like(k, 0),
-        )
+
+        def write(held: jax.Array, rows: jax.Array, columns: jax.Array, x: jax.Array) -> jax.Array:
+            return held.at[rows, :, columns].set(x.astype(held.dtype), mode="drop")
+
+        put = automatic(write, like(k, 0))
         keys, values = put(keys, rows, columns, k), put(values, rows, columns, v)
-        for name, value in ("cached_key", keys), ("cached_value", values), ("index", index + new):
-            scope.update(name, value)
+        scope.update("cached_key", keys)
+        scope.update("cached_value", values)
+        scope.update("index", index + new)
         # Attention transposes keys and values back, so that XLA reads them without a copy.
         return (
             keys.swapaxes(1, 2).astype(k.dtype),
@@ -384,7 +425,14 @@ class Attention(Layer):
             index + new <= keys.shape[2],
         )
 
-    def _dropped(self, scope, q, k, v, where):
+    def _dropped(
+        self,
+        scope: Scope,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        where: dict[str, jax.Array | None],
+    ) -> jax.Array:
         """Returns the attention output, an array [b, t, h, d], with dropout applied to the
         attention weights."""
         b, t, heads, dim = q.shape

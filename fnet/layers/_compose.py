@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +33,17 @@ class _Children(Layer):
                     f"got {describe(child)}"
                 )
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._shown())})"
 
-    def _shown(self):
+    def _shown(self) -> Iterator[str]:
         for number, (name, child) in enumerate(zip(self.names, self.layers)):
             shown = (
                 repr(child) if isinstance(child, Layer) else getattr(child, "__name__", repr(child))
             )
             yield shown if name == str(number) else f"{name}={shown}"
 
-    def _each(self, scope):
+    def _each(self, scope: Scope) -> Iterator:
         """Yields, for each child in order, a function that applies the child to inputs."""
         for name, child in zip(self.names, self.layers):
             yield functools.partial(child, scope[name]) if isinstance(child, Layer) else child
@@ -108,7 +108,7 @@ class Residual(_Children):
                 f"Residual: shortcut must be a layer or a function; got {describe(shortcut)}"
             )
 
-    def _shown(self):
+    def _shown(self) -> Iterator[str]:
         yield from super()._shown()
         if self.shortcut is not None:
             yield f"shortcut={self.shortcut!r}"
@@ -156,7 +156,7 @@ class Parallel(_Children):
         if not self.layers:
             raise ValueError("Parallel: expected at least one layer, got none")
 
-    def _shown(self):
+    def _shown(self) -> Iterator[str]:
         yield from super()._shown()
         if self.combine is not operator.add:
             yield f"combine={getattr(self.combine, '__name__', self.combine)}"
@@ -201,7 +201,7 @@ class Stack(Layer):
     def forward(self, scope: Scope, x: Any, *inputs: Any, **options: Any) -> Any:
         f, params, state, keys = scope.pure(self.block, x, *inputs, copies=self.depth, **options)
 
-        def body(x, copy):
+        def body(x: jax.Array, copy: Any) -> tuple:
             params, state, key = copy
             y, state = f(params, x, *inputs, state=state, key=key, **options)
             _same(scope, self.block, x, y)
@@ -242,7 +242,7 @@ class Remat(Layer):
         arrays, rebuild = array_leaves((inputs, options))
 
         @functools.partial(jax.checkpoint, policy=self.policy)
-        def run(params, state, key, arrays):
+        def run(params: dict, state: dict, key: Any, arrays: tuple) -> Any:
             inputs, options = rebuild(arrays)
             return f(params, *inputs, state=state, key=key, **options)
 
@@ -252,7 +252,7 @@ class Remat(Layer):
         return y
 
 
-def _same(scope, block, x, y):
+def _same(scope: Scope, block: Layer, x: jax.Array, y: jax.Array) -> None:
     """Checks that the output of a stacked block has the same shape and dtype as the first input of
     the block."""
     taken, given = (jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree) for tree in (x, y))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -195,20 +196,21 @@ class ConvTranspose(Layer):
             _kernel("ConvTranspose", self, scope, x, window), range(len(window))
         ).astype(x.dtype)
         extra = numbers("output_padding", self.output_padding, len(window), "ConvTranspose", scope)
-        reach = [d * (k - 1) + 1 for k, d in zip(window, dilation)]
-        explicit = pads("ConvTranspose", scope, self.padding, window, dilation)
-        if explicit == "VALID":
-            explicit = [(0, 0)] * len(window)
-        elif explicit == "SAME":  # the padding of the convolution that maps size * stride to size
-            explicit = [
-                (total // 2, total - total // 2)
-                for total in (max(r - s, 0) for r, s in zip(reach, strides))
-            ]
-            # If the stride is larger than the window, the convolution skips positions at the end.
-            extra = [e + max(s - r, 0) for e, r, s in zip(extra, reach, strides)]
-        padding = [
-            (r - 1 - low, r - 1 - high + e) for r, (low, high), e in zip(reach, explicit, extra)
-        ]
+        form = pads("ConvTranspose", scope, self.padding, window, dilation)
+        padding = []
+        for i, (size, step, gap) in enumerate(zip(window, strides, dilation)):
+            reach = gap * (size - 1) + 1  # from the first to the last position of a window
+            skipped = 0
+            if form == "VALID":
+                low, high = 0, 0
+            elif form == "SAME":  # the padding of the convolution that maps size * stride to size
+                total = max(reach - step, 0)
+                low, high = total // 2, total - total // 2
+                # A convolution whose stride is larger than its window skips positions at the end.
+                skipped = max(step - reach, 0)
+            else:
+                low, high = form[i]
+            padding.append((reach - 1 - low, reach - 1 - high + extra[i] + skipped))
         return _convolved(
             self,
             scope,
@@ -221,7 +223,7 @@ class ConvTranspose(Layer):
         )
 
 
-def _kernel(who, layer, scope, x, window) -> jax.Array:
+def _kernel(who: str, layer: Any, scope: Scope, x: jax.Array, window: tuple[int, ...]) -> jax.Array:
     """Returns the kernel of a convolution, [*window, in // groups, features]."""
     inputs, groups = x.shape[-1], layer.groups
     if inputs % groups or layer.features % groups:
@@ -240,7 +242,15 @@ def _kernel(who, layer, scope, x, window) -> jax.Array:
     )
 
 
-def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Array:
+def _convolved(
+    layer: Any,
+    scope: Scope,
+    x: jax.Array,
+    kernel: jax.Array,
+    strides: Any,
+    padding: Any,
+    **dilations: Any,
+) -> jax.Array:
     """Convolves the input, and adds the bias."""
     padding = padding if isinstance(padding, str) else tuple(map(tuple, padding))
     options = dict(
@@ -267,7 +277,9 @@ def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Ar
     return y if bias is None else y + align(bias, y)
 
 
-def _divided(x, kernel, mesh, row, options):
+def _divided(
+    x: jax.Array, kernel: jax.Array, mesh: Any, row: misdivided.Row, options: dict
+) -> jax.Array:
     """As `_convolution`, divided so that XLA computes the results and the gradients of one device
     (see `fnet.jaxpr.misdivided`)."""
     divide = lambda value, axes: divided(value, axes, row, mesh, x, kernel)
@@ -276,7 +288,7 @@ def _divided(x, kernel, mesh, row, options):
     return divide(y, ROWS + space + OTHER)  # before the bias, which may be split otherwise
 
 
-def _convolution(x, kernel, options):
+def _convolution(x: jax.Array, kernel: jax.Array, options: dict) -> jax.Array:
     convolve = functools.partial(lax.conv_general_dilated, **options)
     # XLA gathers the batch of a grouped convolution.
     return (
@@ -291,7 +303,7 @@ def layout(ndim: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(data, (ndim - 1, ndim - 2, *range(ndim - 2)), data)
 
 
-def numbers(name, value, dims, who, scope) -> tuple[int, ...]:
+def numbers(name: str, value: Any, dims: int, who: str, scope: Scope) -> tuple[int, ...]:
     """Returns `value` as a tuple with one number for each dimension."""
     value = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(value) != dims:
@@ -302,24 +314,29 @@ def numbers(name, value, dims, who, scope) -> tuple[int, ...]:
     return value
 
 
-def geometry(who, scope, x, window, strides, dilation=1):
+def geometry(
+    who: str,
+    scope: Scope,
+    x: jax.Array,
+    window: int | tuple[int, ...],
+    strides: Any,
+    dilation: Any = 1,
+) -> tuple[tuple[int, ...], ...]:
     """Returns window, strides and dilation with one number for each spatial dimension of the input."""
     dims = x.ndim - 2 if isinstance(window, int) else len(window)
     if x.ndim != dims + 2 or dims < 1:
-        needed = (
-            "[batch, *space, channels]"
-            if isinstance(window, int)
-            else f"{dims + 2} axes for window {window}"
-        )
-        raise ValueError(
-            f"{who} at {scope}: expected {needed}; got shape {x.shape}"
-            + ("; add a batch axis: x[None]" if x.ndim == dims + 1 else "")
-        )
+        needed = f"{dims + 2} axes for window {window}"
+        if isinstance(window, int):
+            needed = "[batch, *space, channels]"
+        hint = "; add a batch axis: x[None]" if x.ndim == dims + 1 else ""
+        raise ValueError(f"{who} at {scope}: expected {needed}; got shape {x.shape}{hint}")
     given = ("kernel_size", window), ("strides", strides), ("dilation", dilation)
     return tuple(numbers(name, value, dims, who, scope) for name, value in given)
 
 
-def pads(who, scope, padding, window, dilation=None):
+def pads(
+    who: str, scope: Scope, padding: Any, window: tuple[int, ...], dilation: Any = None
+) -> Any:
     """Returns a padding in JAX's form: "SAME", "VALID" or a (before, after) pair for each
     dimension."""
     dims = len(window)

@@ -46,12 +46,13 @@ class Layer:
     each evaluation of a lambda creates a new function.
     """
 
-    _varargs: typing.ClassVar[bool] = (
-        False  # whether the class or one of its bases defines __init__
-    )
-    _alike, _hash = object.__eq__, object.__hash__
+    __dataclass_fields__: typing.ClassVar[dict[str, Any]]  # of the subclasses
+    # Whether the class or one of its bases defines __init__.
+    _varargs: typing.ClassVar[bool] = False
+    _alike: typing.ClassVar[Callable[[Any, Any], Any]] = object.__eq__
+    _hash: typing.ClassVar[Callable[[Any], int]] = object.__hash__
 
-    def __init_subclass__(cls, **options):
+    def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for name in inspect.get_annotations(cls):
             if name in _METHODS:
@@ -76,12 +77,12 @@ class Layer:
         construct = cls.__init__
 
         @functools.wraps(construct)
-        def __init__(self, *args, **kwargs):
+        def __init__(self: Layer, *args: Any, **kwargs: Any) -> None:
             construct(self, *args, **kwargs)
             if type(self) is cls:
                 _freeze(self)
 
-        cls.__init__ = __init__
+        setattr(cls, "__init__", __init__)  # noqa: B010 - mypy rejects an assignment to a method
 
     def forward(self, scope: Scope, *inputs: Any, **options: Any) -> Any:
         """Computes the outputs. Subclasses define `forward`; `layer(scope, ...)` and `model(params,
@@ -184,14 +185,16 @@ class Layer:
                 f"{type(self).__name__}: arrays do not match the model: {'; '.join(wrong)}"
             )
 
-    def _record(self, inputs, options, train, path=()):
+    def _record(
+        self, inputs: tuple, options: dict, train: bool, path: tuple = ()
+    ) -> dict[str, dict]:
         """Returns a dict of `ParamSpec` trees: "params", "state" and "cache". Paths in errors begin
         with `path`."""
         _check_train(train)
         arrays, rebuild = array_leaves((inputs, options))
-        record = {"params": {}, "state": {}, "cache": {}}
+        record: dict[str, dict] = {"params": {}, "state": {}, "cache": {}}
 
-        def trace(arrays):
+        def trace(arrays: Any) -> Any:
             inputs, options = rebuild(arrays)
             run = Run(stateful=True, train=train, record=record, base=path)
             return self.forward(
@@ -201,31 +204,31 @@ class Layer:
         jax.eval_shape(trace, arrays)
         return record
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return self._alike(other)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return self._hash()
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         raise _hints.missing_attribute(self, name)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any) -> None:
         raise dataclasses.FrozenInstanceError(
             _hints.assigned(self, name, [field.name for field in dataclasses.fields(self)])
         )
 
-    def __delattr__(self, name):
+    def __delattr__(self, name: str) -> None:
         raise dataclasses.FrozenInstanceError(
             f"cannot delete {name!r}: {type(self).__name__} is immutable"
         )
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in _options(self).items())})"
         )
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         # Stores only fields that differ from their defaults: JAX's initializers are closures, which
         # pickle rejects.
         return _restore, (
@@ -253,10 +256,10 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def called(self, where, *inputs, **options):
+    def called(self: Layer, where: Any, *inputs: Any, **options: Any) -> Any:
         return _call(self, function, where, inputs, options)
 
-    called.is_layer_method = True
+    vars(called)["is_layer_method"] = True
     return called
 
 
@@ -282,10 +285,9 @@ def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
     fields = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
 
     @functools.wraps(function)
-    def forward(self, scope, *inputs, **options):
-        return function(
-            scope, *inputs, **options, **{f.name: getattr(self, f.name) for f in fields}
-        )
+    def forward(self: Layer, scope: Scope, *inputs: Any, **options: Any) -> Any:
+        own = {field.name: getattr(self, field.name) for field in fields}
+        return function(scope, *inputs, **options, **own)
 
     namespace = {
         "__doc__": function.__doc__,
@@ -300,11 +302,11 @@ def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
         namespace[f.name] = dataclasses.field(
             kw_only=True, **({} if f.default is f.empty else {"default": f.default})
         )
-    made = type(name, (Layer,), namespace)
+    made: Any = type(name, (Layer,), namespace)
     construct = made.__init__
 
     @functools.wraps(construct)
-    def __init__(self, *args, **options):
+    def __init__(self: Layer, *args: Any, **options: Any) -> None:
         if args:
             raise TypeError(
                 f"{name}: expected options by keyword, because this constructs a layer; to call "
@@ -317,7 +319,7 @@ def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
     return made
 
 
-def _call(layer, function, where, inputs, options):
+def _call(layer: Layer, function: Callable, where: Any, inputs: tuple, options: dict) -> Any:
     name = type(layer).__name__
     if isinstance(where, Scope):
         if options and any(word in options for word in _RESERVED):
@@ -370,7 +372,7 @@ def _call(layer, function, where, inputs, options):
     return y if state is None else (y, written(root))
 
 
-def _freeze(layer):
+def _freeze(layer: Layer) -> None:
     """Converts list fields to tuples. Raises an error for a field that cannot be hashed."""
     for field in dataclasses.fields(layer):
         value = getattr(layer, field.name)
@@ -387,17 +389,18 @@ def _freeze(layer):
             )
 
 
-def _tuples(value):
+def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _alike(layer, other):
+def _alike(layer: Layer, other: object) -> bool:
     """Whether two layers have the same options: a program traced for one is the program of the
     other."""
     return alike_fields(layer, other) if type(layer) is type(other) else NotImplemented
 
 
-def _unhashable(value):
+def _unhashable(value: Any) -> str | None:
+    """Returns what in the value of a field cannot be hashed, or None."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"an array {value.shape}"
     if isinstance(value, tuple):
@@ -409,7 +412,7 @@ def _unhashable(value):
     return None
 
 
-def _options(layer):
+def _options(layer: Layer) -> dict[str, Any]:
     """Returns the fields that differ from their defaults."""
     options = {}
     for field in dataclasses.fields(layer):
@@ -431,30 +434,31 @@ class _Public(typing.NamedTuple):
     name: str
 
 
-def _portable(value):
+def _portable(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_portable(item) for item in value)
     name = getattr(value, "__name__", None)
-    for module in ("jax.nn", "jax.numpy", "jax.lax") if name else ():
-        if getattr(sys.modules[module], name, None) is value:
-            return _Public(module, name)
+    if name:
+        for module in ("jax.nn", "jax.numpy", "jax.lax"):
+            if getattr(sys.modules[module], name, None) is value:
+                return _Public(module, name)
     return value
 
 
-def _portable_back(value):
+def _portable_back(value: Any) -> Any:
     if isinstance(value, _Public):
         return getattr(importlib.import_module(value.module), value.name)
     return tuple(_portable_back(item) for item in value) if isinstance(value, tuple) else value
 
 
-def _restore(cls, options):
-    made = object.__new__(cls)
+def _restore(cls: type, options: dict) -> Any:
+    made: Any = object.__new__(cls)
     for field in dataclasses.fields(cls):
         object.__setattr__(made, field.name, _portable_back(options.get(field.name, field.default)))
     return made
 
 
-def _check_inputs(name, function, first=1):
+def _check_inputs(name: str, function: Callable, first: int = 1) -> None:
     for parameter in list(inspect.signature(function).parameters)[first:]:
         if parameter in _RESERVED:
             raise TypeError(
@@ -464,7 +468,7 @@ def _check_inputs(name, function, first=1):
             )
 
 
-def _check_train(train):
+def _check_train(train: Any) -> None:
     if not isinstance(train, (bool, np.bool_)):
         given = f"an array {train.shape}" if hasattr(train, "shape") else describe(train)
         raise TypeError(
@@ -474,7 +478,7 @@ def _check_train(train):
         )
 
 
-def _check_key(who, key):
+def _check_key(who: str, key: Any) -> None:
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (
         jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
@@ -483,7 +487,7 @@ def _check_key(who, key):
         raise TypeError(f"{who}: expected a key from jax.random.key(seed); got {given}")
 
 
-def _differences(kind, spec, held):
+def _differences(kind: str, spec: Any, held: Any) -> list[str]:
     if not isinstance(held, Mapping):
         return [f"{kind} must be a dict, got {describe(held)}"]
     needed, found = dict(_spec.leaves(spec)), dict(_spec.leaves(held))

@@ -101,7 +101,13 @@ def linear_cross_entropy(
     return lax.slice_in_dim(losses, 0, time, axis=axis)
 
 
-def _losses(x, kernel, labels, bias, softcap):
+def _losses(
+    x: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    softcap: float | None,
+) -> jax.Array:
     logits = lax.dot_general(
         x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
@@ -117,7 +123,7 @@ def _losses(x, kernel, labels, bias, softcap):
     return jnp.where(valid, jax.nn.logsumexp(logits, -1) - chosen, jnp.nan)
 
 
-def _count(time, chunk_size):
+def _count(time: int, chunk_size: int) -> int:
     """Returns the number of chunks into which a time axis of length `time` is split.
 
     With n = ceil(time / chunk_size), the function returns the smallest number from n to 1.5 n that
@@ -134,7 +140,13 @@ def _count(time, chunk_size):
     )
 
 
-def _check(x, kernel, labels, bias, chunk_size):
+def _check(
+    x: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    chunk_size: int | None,
+) -> None:
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"linear_cross_entropy: expected floating-point x [..., time, features]; got {x.dtype}"

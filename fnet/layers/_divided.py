@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ divided_p = Primitive("divided")
 
 
 def divided(
-    value: jax.Array, axes: str, row: misdivided.Row, mesh, *mapped: jax.Array
+    value: jax.Array, axes: str, row: misdivided.Row, mesh: Any, *mapped: jax.Array
 ) -> jax.Array:
     """Constrains an array of a layer, and its cotangent, to a division that XLA computes rightly.
 
@@ -45,11 +46,11 @@ def divided(
             maps them.
     """
     # Of no elements, because the backward pass keeps them.
-    mapped = (lax.slice_in_dim(lax.stop_gradient(array), 0, 0) for array in mapped)
-    return divided_p.bind(value, *mapped, axes=axes, row=row, mesh=mesh)
+    empty = [lax.slice_in_dim(lax.stop_gradient(array), 0, 0) for array in mapped]
+    return divided_p.bind(value, *empty, axes=axes, row=row, mesh=mesh)
 
 
-def _spec(shape, axes, row, mesh) -> P:
+def _spec(shape: tuple[int, ...], axes: str, row: misdivided.Row, mesh: Any) -> P:
     if row != misdivided.GROUPED:
         return P(*(None if axis == SPACE else P.UNCONSTRAINED for axis in axes))
     names = misdivided.automatic_axes(mesh)
@@ -60,7 +61,9 @@ def _spec(shape, axes, row, mesh) -> P:
     return P(*(names if i == shared else None for i in range(len(axes))))
 
 
-def _constrained(value, *mapped, axes, row, mesh):
+def _constrained(
+    value: jax.Array, *mapped: jax.Array, axes: str, row: misdivided.Row, mesh: Any
+) -> jax.Array:
     with jax.named_scope(f"avoid_{row.name}"):
         # jaxlib 0.12 names a transfer after the operation whose result it moves. This one leaves no
         # other trace.
@@ -72,7 +75,7 @@ def _constrained(value, *mapped, axes, row, mesh):
         )
 
 
-def _batch(args, places, *, axes, row, mesh):
+def _batch(args: tuple, places: tuple, *, axes: str, row: misdivided.Row, mesh: Any) -> tuple:
     at, x, kernel = places if len(places) == 3 else (*places, None, None)
     if at is not None:
         # JAX makes the axis a part of the batch if `vmap` maps the input alone, and of the channels
@@ -87,7 +90,7 @@ def _batch(args, places, *, axes, row, mesh):
     return divided_p.bind(*arrays, axes=axes, row=row, mesh=mesh), None if at is None else 0
 
 
-def _jvp(primals, tangents, **params):
+def _jvp(primals: tuple, tangents: tuple, **params: Any) -> tuple:
     tangent = tangents[0]
     y = divided_p.bind(*primals, **params)
     return y, tangent if isinstance(tangent, ad.Zero) else divided_p.bind(
@@ -95,7 +98,7 @@ def _jvp(primals, tangents, **params):
     )
 
 
-def _transpose(cotangent, value, *mapped, **params):
+def _transpose(cotangent: Any, value: jax.Array, *mapped: jax.Array, **params: Any) -> list:
     passed = (
         cotangent
         if isinstance(cotangent, ad.Zero)
@@ -106,12 +109,12 @@ def _transpose(cotangent, value, *mapped, **params):
 
 # In eager mode, a sharding constraint needs a jitted function, which knows the devices of the mesh.
 @functools.partial(jax.jit, static_argnames=("axes", "row", "mesh"))
-def _eager(*args, **params):
+def _eager(*args: Any, **params: Any) -> Any:
     return divided_p.bind(*args, **params)
 
 
 @divided_p.def_impl
-def _impl(*args, **params):
+def _impl(*args: Any, **params: Any) -> Any:
     with jax.disable_jit(False):
         return _eager(*args, **params)
 

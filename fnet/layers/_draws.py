@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -23,7 +25,7 @@ from fnet import _jax, jaxpr
 _SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))
 
 
-def compiled(init, key, shape, dtype):
+def compiled(init: Callable, key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Computes `jax.jit(init)(key, shape, dtype)`. The key must not be traced, except by vmap."""
     typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
     shared = (
@@ -38,7 +40,7 @@ def compiled(init, key, shape, dtype):
 
 
 @functools.lru_cache(1024)
-def _size(init, shape, dtype, x64):
+def _size(init: Callable, shape: tuple[int, ...], dtype: Any, x64: bool) -> int | None:
     """Returns the number of random 32-bit integers to generate for the initializer `init`. The
     result is the smallest sufficient number in `_SIZES`.
 
@@ -59,7 +61,7 @@ def _size(init, shape, dtype, x64):
     return next((size for size in _SIZES if most <= size), None)
 
 
-def _uses(program):
+def _uses(program: Any) -> Iterator:
     """Yields every operation that takes a key, at any depth of the program."""
     for eqn in jaxpr.equations(program):
         if not jaxpr.bodies(eqn) and any(
@@ -69,25 +71,25 @@ def _uses(program):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _bits(key, size):
+def _bits(key: Any, size: int) -> Any:
     return jax.random.bits(key, (size,), "uint32")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _numbers(init, shape, dtype, bits):
+def _numbers(init: Callable, shape: tuple[int, ...], dtype: Any, bits: Any) -> Any:
     return init(jax.random.wrap_key_data(bits, impl=_drawn(len(bits))), shape, dtype)
 
 
 @functools.cache
-def _drawn(size):
+def _drawn(size: int) -> Any:
     """Returns a PRNG implementation that reads random bits from the key instead of generating them.
     A key is an array of `size` random 32-bit integers. `jax.random.bits(key, shape)` returns the
     first integers of this array."""
 
-    def draw(bits, width, shape):
+    def draw(bits: Any, width: Any, shape: tuple[int, ...]) -> jax.Array:
         return bits[: math.prod(shape)].reshape(shape)
 
-    def never(*_):
+    def never(*_: Any) -> Any:
         raise AssertionError("`_size` should have excluded this initializer")
 
     return _jax.prng_impl(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ class Dropout(Layer):
         along = {axis % x.ndim for axis in self.broadcast}
         shape = [1 if axis in along else size for axis, size in enumerate(x.shape)]
 
-        def drop(x, key, rate=rate):
+        def drop(x: jax.Array, key: Any, rate: float = rate) -> jax.Array:
             keep = jnp.broadcast_to(jax.random.bernoulli(key, 1 - rate, shape), x.shape)
             # Rate 1 keeps nothing.
             scale = 1 - rate if known else jnp.where(rate < 1, 1 - rate, 1).astype(x.dtype)

@@ -99,7 +99,7 @@ class Embed(Layer):
         x = floating(x, scope, "Embed.cross_entropy")
         return linear_cross_entropy(x, self._table(scope).T, labels, softcap=softcap)
 
-    def _table(self, scope):
+    def _table(self, scope: Scope) -> jax.Array:
         return scope.param(
             "embedding",
             (self.vocab_size, self.features),

@@ -119,7 +119,15 @@ class MixtureOfExperts(Layer):
         arrays = x, logits, gate, up, down, *(() if valid is None else (valid,))
         return automatic(self._mix, like(x, *range(x.ndim)))(*arrays)
 
-    def _mix(self, x, logits, gate, up, down, valid=None):
+    def _mix(
+        self,
+        x: jax.Array,
+        logits: jax.Array,
+        gate: jax.Array,
+        up: jax.Array,
+        down: jax.Array,
+        valid: jax.Array | None = None,
+    ) -> jax.Array:
         width, shape = x.shape[-1], x.shape
         # [tokens, f], [tokens, E]
         x, logits = (x.reshape(-1, width), logits.reshape(-1, self.experts))
@@ -136,7 +144,7 @@ class MixtureOfExperts(Layer):
         starts = jnp.cumsum(sizes) - sizes
         if self.capacity is None:
             expert, rows = _tiles(starts, sizes, order.shape[0])  # [tiles], [tiles, rows]
-            product = functools.partial(tile_dot, expert=expert)
+            product: Callable = functools.partial(tile_dot, expert=expert)
         else:
             slots = jnp.arange(math.ceil(self.capacity * order.shape[0] / self.experts))[None]
             # [E, slots]
@@ -149,13 +157,8 @@ class MixtureOfExperts(Layer):
         y = self.activation(product(y, gate.astype(x.dtype))) * product(y, up.astype(x.dtype))
         y = product(y, down.astype(x.dtype))
         y = wide(y) * weights.at[pairs].get(mode="fill", fill_value=0)[..., None]
-        return (
-            jnp.zeros(x.shape, y.dtype)
-            .at[tokens]
-            .add(y, mode="drop")
-            .astype(x.dtype)
-            .reshape(shape)
-        )
+        total = jnp.zeros(x.shape, y.dtype).at[tokens].add(y, mode="drop")
+        return total.astype(x.dtype).reshape(shape)
 
 
 def load_balancing_loss(
@@ -217,14 +220,14 @@ def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.A
     )[0]
 
 
-def _masked_mean(valid, shape):
+def _masked_mean(valid: jax.Array | None, shape: tuple[int, ...]) -> Callable:
     """Returns a function that maps an array [*shape, n] to its mean over the valid tokens, an array
     [n]."""
     if valid is None:
         return lambda x: x.reshape(-1, x.shape[-1]).mean(0)
     valid = jnp.broadcast_to(valid, shape).reshape(-1, 1)
 
-    def mean(x):
+    def mean(x: jax.Array) -> jax.Array:
         return jnp.where(valid, x.reshape(-1, x.shape[-1]), 0).sum(0) / jnp.maximum(
             valid.sum(), 1
         ).astype(x.dtype)
@@ -232,7 +235,7 @@ def _masked_mean(valid, shape):
     return mean
 
 
-def _tiles(starts, sizes, pairs):
+def _tiles(starts: jax.Array, sizes: jax.Array, pairs: int) -> tuple:
     """Divides the pairs (token, expert), sorted by expert, into tiles with the same number of rows.
 
     A tile contains (token, expert) pairs of one expert only.
@@ -263,6 +266,6 @@ def _tiles(starts, sizes, pairs):
     return expert, jnp.where(used, starts[expert][:, None] + within, pairs)
 
 
-def _batched_dot(x, kernel):
+def _batched_dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Multiplies [E, rows, in] by [E, in, out]; returns [E, rows, out]."""
     return lax.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))))

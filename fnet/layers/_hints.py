@@ -4,6 +4,7 @@ fnet."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from fnet._util._nearest import did_you_mean
 
@@ -107,14 +108,14 @@ def missing_name(name: str, known: Iterable[str]) -> AttributeError:
     )
 
 
-def missing_attribute(layer, name: str) -> AttributeError:
+def missing_attribute(layer: Any, name: str) -> AttributeError:
     """Returns the error for an attribute that a layer does not have."""
     kind = type(layer).__name__
     hint = f"; {_METHODS[name]}" if name in _METHODS else ""
     return AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=layer)
 
 
-def assigned(layer, name: str, fields: Iterable[str]) -> str:
+def assigned(layer: Any, name: str, fields: Iterable[str]) -> str:
     """Returns the error message for an assignment to an attribute of a layer."""
     kind = type(layer).__name__
     if name in fields:

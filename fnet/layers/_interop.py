@@ -218,7 +218,7 @@ def update_nnx(module: nnx.Module, params: dict, state: dict | None = None) -> N
     _interop_nnx.update_nnx(module, params, state)
 
 
-def _layer(who, layer):
+def _layer(who: str, layer: Any) -> Layer:
     if not isinstance(layer, Layer):
         what = f"the class {layer.__name__}" if isinstance(layer, type) else describe(layer)
         raise TypeError(f"{who}: expected a layer, e.g. nn.Dense(10); got {what}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ _TRAINING = ("train", "training", "is_training")
 _NOT_TRAINING = ("deterministic", "use_running_average", "inference")
 
 
-def from_linen(module, train):
+def from_linen(module: Any, train: Any) -> Any:
     if not isinstance(module, linen.Module):
         what = (
             f"the class {module.__name__}: call it"
@@ -43,7 +43,7 @@ def from_linen(module, train):
     return LinenLayer(_hashable(module), train=train)
 
 
-def linen_variables(variables):
+def linen_variables(variables: Any) -> tuple:
     variables = dict(core.unfreeze(core.meta.unbox(variables)))
     return variables.pop("params", {}), variables
 
@@ -55,10 +55,10 @@ class LinenLayer(Layer):
     _: dataclasses.KW_ONLY
     train: str | None = None
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"from_linen({type(self.module).__name__})"
 
-    def forward(self, scope: Scope, *inputs, **options):
+    def forward(self, scope: Scope, *inputs: Any, **options: Any) -> Any:
         _, params, state, key = scope.pure(self, *inputs, **options)
         rngs = {}
         if key is not None:
@@ -93,10 +93,10 @@ class LinenLayer(Layer):
                 scope.update(name, new)
         return y
 
-    def _mode(self, inputs, options, train):
+    def _mode(self, inputs: tuple, options: dict, train: Any) -> Any:
         return mode(self.module, self.train, inputs, options, train)
 
-    def _record(self, inputs, options, train, path=()):
+    def _record(self, inputs: tuple, options: dict, train: Any, path: tuple = ()) -> dict:
         # The specs come from Flax's init, which creates all arrays at once. `scope.pure` calls this
         # method.
         shapes = jax.tree.map(
@@ -105,7 +105,7 @@ class LinenLayer(Layer):
         )
         arrays, rebuild = array_leaves(shapes)
 
-        def made(key, leaves):
+        def made(key: Any, leaves: Any) -> tuple:
             inputs, options = rebuild(leaves)
             made = self.module.init(
                 {"params": key}, *inputs, **self._mode(inputs, options, train), **options
@@ -118,22 +118,17 @@ class LinenLayer(Layer):
             return params.get("params", {}), state
 
         @functools.cache
-        def variables():
+        def variables() -> Any:
             self._check_independent(made, arrays)
             return jax.jit(
                 lambda key: made(key, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in arrays])
             )
 
-        return {
-            **record_of(
-                *jax.eval_shape(made, jax.random.key(0), arrays),
-                lambda key: core.meta.unbox(variables()(key)),
-                path,
-            ),
-            "cache": {},
-        }
+        params, state = jax.eval_shape(made, jax.random.key(0), arrays)
+        record = record_of(params, state, lambda key: core.meta.unbox(variables()(key)), path)
+        return {**record, "cache": {}}
 
-    def _check_independent(self, made, arrays):
+    def _check_independent(self, made: Any, arrays: Any) -> Any:
         """Checks that no array that the module creates depends on the values of its inputs, which
         are not known here: layers are initialized from shapes."""
         closed, tree = jax.make_jaxpr(made, return_shape=True)(jax.random.key(0), arrays)
@@ -159,7 +154,7 @@ class FnetLayer(linen.Module):
     layer: Layer
 
     @linen.compact
-    def __call__(self, *inputs, train: bool = False, **options):
+    def __call__(self, *inputs: Any, train: bool = False, **options: Any) -> Any:
         params, state = linen_variables(self.variables)
         state = state.get("batch_stats", {})
         initializing = self.is_initializing()
@@ -186,7 +181,7 @@ class FnetLayer(linen.Module):
         return y
 
 
-def mode(module, how, inputs, options, train) -> dict[str, bool]:
+def mode(module: Any, how: Any, inputs: tuple, options: dict, train: Any) -> dict[str, bool]:
     """Returns the keyword arguments that select training or inference mode in a call of a Flax
     module."""
     if how is not None:
@@ -206,7 +201,9 @@ def mode(module, how, inputs, options, train) -> dict[str, bool]:
     }
 
 
-def record_of(params, state, whole, path) -> dict[str, dict]:
+def record_of(
+    params: Any, state: Any, whole: Callable[[Any], tuple], path: tuple
+) -> dict[str, dict]:
     """Returns {"params": spec tree, "state": spec tree} for arrays of the given shapes.
 
     Args:
@@ -218,10 +215,15 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
             model, or ().
     """
 
-    def walk(node, names, number, kind):
+    # One function for all arrays of a tree, so that `_spec.Making` keeps what it returns.
+    wholes = (lambda key: whole(key)[0]), (lambda key: whole(key)[1])
+
+    def walk(node: Any, names: Any, number: int, kind: str) -> Any:
         if isinstance(node, Mapping):
             return {name: walk(child, (*names, name), number, kind) for name, child in node.items()}
-        axes = getattr(node, "names", None) if isinstance(node, core.meta.AxisMetadata) else None
+        axes: Any = (
+            getattr(node, "names", None) if isinstance(node, core.meta.AxisMetadata) else None
+        )
         leaf = core.meta.unbox(node)
         if not hasattr(leaf, "shape"):
             raise TypeError(
@@ -229,19 +231,23 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
                 f"{describe(leaf)}"
             )
 
-        def init(key, shape, dtype):
+        def init(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return _spec.get(whole(key)[number], names).astype(dtype)
 
         fits = axes is not None and len(axes) == len(leaf.shape)
         return _spec.Part(
-            leaf.shape, leaf.dtype, init, tuple(axes) if fits else None, wholes[number], len(names)
+            leaf.shape,
+            leaf.dtype,
+            init,
+            axes=tuple(axes) if fits else None,
+            whole=wholes[number],
+            depth=len(names),
         )
 
-    wholes = (lambda key: whole(key)[0]), (lambda key: whole(key)[1])
     return {"params": walk(params, (), 0, "params"), "state": walk(state, (), 1, "state")}
 
 
-def hold(scope, record, params, state, owner):
+def hold(scope: Scope, record: Any, params: Any, state: Any, owner: Any) -> None:
     """Checks that params and state contain all arrays of the spec trees in `record`, with the right
     shapes. Raises the same errors as `Scope.param` and `Scope.state`."""
     for kind, tree in (("params", params), ("state", state)):
@@ -261,13 +267,13 @@ def hold(scope, record, params, state, owner):
                 raise place.misfit(kind, names[-1], leaf.shape, held)
 
 
-def _all_dicts(tree):
+def _all_dicts(tree: Any) -> bool:
     if isinstance(tree, Mapping):
         return all(map(_all_dicts, tree.values()))
     return not isinstance(tree, (tuple, list))
 
 
-def _hashable(value: Any):
+def _hashable(value: Any) -> Any:
     """Converts lists to tuples, and converts dicts to FrozenDicts, also in the fields of modules."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return tuple(map(_hashable, value))

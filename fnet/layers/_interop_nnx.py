@@ -18,7 +18,7 @@ from fnet.layers._interop_linen import hold, mode, record_of
 from fnet.layers._scope import Scope, describe
 
 
-def from_nnx(constructor, args, kwargs):
+def from_nnx(constructor: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(constructor, nnx.Module):
         name = type(constructor).__name__
         raise TypeError(
@@ -41,7 +41,7 @@ class NnxLayer(Layer):
     arguments: tuple[Any, ...] = ()
     keywords: tuple[tuple[str, Any], ...] = ()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         shown = [
             getattr(self.constructor, "__name__", repr(self.constructor)),
             *map(repr, self.arguments),
@@ -50,7 +50,7 @@ class NnxLayer(Layer):
             f"from_nnx({', '.join(shown + [f'{name}={value!r}' for name, value in self.keywords])})"
         )
 
-    def forward(self, scope: Scope, *inputs, **options):
+    def forward(self, scope: Scope, *inputs: Any, **options: Any) -> Any:
         graph, leaves = _abstract(self)
         _, params, state, key = scope.pure(self, *inputs, **options)
         hold(scope, _record(self), params, state, repr(self))
@@ -88,7 +88,7 @@ class NnxLayer(Layer):
             scope.update(name, state[name])
         return y
 
-    def _record(self, inputs, options, train, path=()):
+    def _record(self, inputs: tuple, options: dict, train: Any, path: tuple = ()) -> dict:
         _abstract(self)  # raises an error for arrays outside of variables
         return {**_record(self), "cache": {}}
 
@@ -96,14 +96,14 @@ class NnxLayer(Layer):
 class FnetModule(nnx.Module):
     """The module that `to_nnx` returns."""
 
-    def __init__(self, layer, params, state, stream):
+    def __init__(self, layer: Any, params: Any, state: Any, stream: Any):
         self.layer = layer
         self.params = _held(params, nnx.Param)
         self.state = _held(state, nnx.BatchStat)
         self.rngs = stream
         self.deterministic = False
 
-    def __call__(self, *inputs, **options):
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         params, state = nnx_variables(self)
         train = not self.deterministic
         y, after = self.layer(
@@ -115,7 +115,7 @@ class FnetModule(nnx.Module):
         return y
 
 
-def to_nnx(layer, inputs, options, rngs):
+def to_nnx(layer: Any, inputs: tuple, options: dict, rngs: Any) -> Any:
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(
             f"to_nnx: expected rngs=nnx.Rngs(0), the random streams; got {describe(rngs)}"
@@ -124,20 +124,20 @@ def to_nnx(layer, inputs, options, rngs):
     return FnetModule(layer, params, state, rngs.dropout.fork())
 
 
-def nnx_variables(module):
+def nnx_variables(module: Any) -> tuple:
     if isinstance(module, FnetModule):
         return _plain(module.params), _plain(module.state)
     if not isinstance(module, nnx.Module):
         raise TypeError(f"nnx_variables: expected a flax.nnx module; got {describe(module)}")
-    params, state = {}, {}
+    params: dict = {}
+    state: dict = {}
     for path, variable in _variables(module):
-        _spec.put(
-            params if isinstance(variable, nnx.Param) else state, _names(path), variable.get_value()
-        )
+        tree = params if isinstance(variable, nnx.Param) else state
+        _spec.put(tree, _names(path), variable.get_value())
     return params, state
 
 
-def update_nnx(module, params, state):
+def update_nnx(module: Any, params: Any, state: Any) -> None:
     held = nnx_variables(module)
     wrong = _differences("params", held[0], params) + (
         [] if state is None else _differences("state", held[1], state)
@@ -163,7 +163,7 @@ def update_nnx(module, params, state):
                 )
 
 
-def _variables(module):
+def _variables(module: Any) -> list:
     """Returns the (path, variable) pairs of a module, without the variables of random streams."""
     return [
         (path, variable)
@@ -172,7 +172,7 @@ def _variables(module):
     ]
 
 
-def _construct(layer, key):
+def _construct(layer: Any, key: Any) -> Any:
     keywords = dict(layer.keywords)
     if _takes_rngs(layer.constructor):
         keywords["rngs"] = nnx.Rngs(key)
@@ -185,17 +185,17 @@ def _construct(layer, key):
     return module
 
 
-def _takes_rngs(constructor):
+def _takes_rngs(constructor: Any) -> bool:
     # nnx's metaclass accepts any arguments, so read the signature of the class's __init__.
-    function = constructor.__init__ if isinstance(constructor, type) else constructor
-    parameters = (
-        () if function is object.__init__ else inspect.signature(function).parameters.values()
-    )
+    function = getattr(constructor, "__init__") if isinstance(constructor, type) else constructor  # noqa: B009
+    if function is object.__init__:
+        return False
+    parameters = inspect.signature(function).parameters.values()
     return any(p.name == "rngs" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 @functools.lru_cache(256)
-def _abstract(layer):
+def _abstract(layer: Any) -> tuple:
     """Returns (graph definition, list of (path, variable)) of the module. The variables contain
     shapes, not values."""
     module = nnx.eval_shape(lambda: _construct(layer, jax.random.key(0)))
@@ -220,12 +220,12 @@ def _abstract(layer):
 
 
 @functools.lru_cache(256)
-def _record(layer):
+def _record(layer: Any) -> Any:
     params, state = jax.eval_shape(lambda: nnx_variables(_construct(layer, jax.random.key(0))))
     return record_of(params, state, jax.jit(lambda key: nnx_variables(_construct(layer, key))), ())
 
 
-def _random(variable, path, key):
+def _random(variable: Any, path: tuple, key: Any) -> Any:
     """Returns the initial value of an `nnx.RngState`: 0 for an `nnx.RngCount`, or a key derived
     from `key`."""
     shape = variable.get_value().shape
@@ -235,7 +235,7 @@ def _random(variable, path, key):
     return jax.random.split(key, shape) if shape else key
 
 
-def _held(tree, kind):
+def _held(tree: Mapping, kind: Callable) -> Any:
     return nnx.Dict(
         {
             name: _held(node, kind) if isinstance(node, Mapping) else kind(node)
@@ -244,19 +244,19 @@ def _held(tree, kind):
     )
 
 
-def _plain(node):
+def _plain(node: Any) -> dict:
     return {
         name: _plain(child) if isinstance(child, nnx.Dict) else child.get_value()
         for name, child in node.items()
     }
 
 
-def _replaced(tree, names, value):
+def _replaced(tree: Any, names: Any, value: Any) -> dict:
     return {
         **tree,
         names[0]: value if len(names) == 1 else _replaced(tree[names[0]], names[1:], value),
     }
 
 
-def _names(path):
+def _names(path: tuple) -> tuple:
     return tuple(map(str, path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ class Dense(Layer):
         kernel, bias = self._params(scope, x)
         return linear_cross_entropy(x, kernel, labels, bias=bias, softcap=softcap)
 
-    def _params(self, scope, x):
+    def _params(self, scope: Scope, x: jax.Array) -> tuple:
         out = "logits" if self.axes[1] in ("vocab", "classes") else "out"
         shape = (*x.shape[-1:], self.features)
         kernel = scope.param("kernel", shape, self.kernel_init, self.axes, roles=("in", out))
@@ -125,7 +126,7 @@ class Maxout(Layer):
         return y.max(-1)
 
 
-def floating(x, scope: Scope, name: str):
+def floating(x: jax.Array, scope: Scope, name: str) -> jax.Array:
     """Returns `x` as a floating-point array (real or complex). Integers and booleans raise an error
     that names the layer."""
     x = jnp.asarray(x)
@@ -140,13 +141,13 @@ def floating(x, scope: Scope, name: str):
     return x
 
 
-def wide(x):
+def wide(x: jax.Array) -> Any:
     """Returns `x` in the dtype in which statistics are computed: float32, or the dtype of `x` if
     that is wider."""
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
-def align(vector, x):
+def align(vector: jax.Array, x: jax.Array) -> jax.Array:
     """Returns `vector` in x's dtype, with leading axes of length 1, so that it broadcasts over x's
     trailing axes."""
     return lax.expand_dims(vector, range(x.ndim - vector.ndim)).astype(x.dtype)
@@ -155,11 +156,11 @@ def align(vector, x):
 # The function is inlined when traced. In eager mode, it needs one dispatch instead of one for each
 # operation.
 @functools.partial(jax.jit, inline=True)
-def linear(x, kernel):
+def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
 
 
 @functools.partial(jax.jit, inline=True)
-def affine(x, kernel, bias):
+def affine(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
     y = lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
     return y + align(bias, y)

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -209,20 +210,22 @@ class BatchNorm(Layer):
         channels = x.shape[-1:]
         mean, var = scope.state("mean", channels, zeros), scope.state("var", channels, ones)
         scale, bias = _affine(self, scope, channels, self.scale_init)
-        y = _own(x) if scope.train else wide(x)
         if scope.train:
+            y = _own(x)
             batch_mean, batch_var = self._statistics(scope, y, weight)
             for name, old, new in ("mean", mean, batch_mean), ("var", var, batch_var):
                 new = lax.stop_gradient(new).astype(old.dtype)
                 scope.update(name, self.momentum * old + (1 - self.momentum) * new)
             mean, var = batch_mean, batch_var
+        else:
+            y = wide(x)
         factor = lax.rsqrt(var.astype(y.dtype) + self.epsilon)
         if scale is not None:
             factor = factor * scale.astype(y.dtype)
         y = (y - align(mean, y)) * align(factor, y)
         return _scale_shift(y, None, bias).astype(x.dtype)
 
-    def _statistics(self, scope, x, weight):
+    def _statistics(self, scope: Scope, x: jax.Array, weight: jax.Array | None) -> tuple:
         """Returns mean and biased variance of the batch, both [channels]."""
         axes = range(x.ndim - 1)
         if weight is None:
@@ -242,7 +245,7 @@ class BatchNorm(Layer):
         each = math.prod(x.shape[:-1]) // weight.size  # positions with one common weight
         count = weight.sum() * each
 
-        def total(values):
+        def total(values: Any) -> Any:
             return values if self.axis_name is None else lax.psum(values, self.axis_name)
 
         count = jnp.maximum(total(count), jnp.finfo(x.dtype).tiny)
@@ -250,7 +253,7 @@ class BatchNorm(Layer):
         return mean, total((jnp.square(x - align(mean, x)) * weight).sum(axes)) / count
 
 
-def _moments(x):
+def _moments(x: jax.Array) -> tuple:
     """Returns mean and biased variance over all axes except the last, both [channels], in one pass
     over x.
 
@@ -275,7 +278,7 @@ def _moments(x):
     return shift + mean, jnp.where(var < 0, 0, var)  # only rounding makes var negative
 
 
-def _own(x):
+def _own(x: jax.Array) -> jax.Array:
     """Returns a copy of `x`, cast to float32 if the dtype of `x` is narrower.
 
     The normalization layer reads its input `x` only once, to copy it, and computes the mean and all
@@ -290,7 +293,7 @@ def _own(x):
     return jnp.copy(wide(x))
 
 
-def _affine(norm, scope, shape, scale_init=ones):
+def _affine(norm: Layer, scope: Scope, shape: tuple[int, ...], scale_init: Any = ones) -> tuple:
     """Returns the parameters (scale, bias), with None for a parameter that is not used."""
     scale = (
         scope.param("scale", shape, scale_init, ("norm",), roles=("out",))
@@ -301,7 +304,7 @@ def _affine(norm, scope, shape, scale_init=ones):
     return scale, bias
 
 
-def _scale_shift(y, scale, bias):
+def _scale_shift(y: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> Any:
     if scale is not None:
         y = y * align(scale, y)
     return y if bias is None else y + align(bias, y)
@@ -310,7 +313,9 @@ def _scale_shift(y, scale, bias):
 # The function is inlined when traced. In eager mode, it needs one dispatch instead of one for each
 # operation.
 @functools.partial(jax.jit, inline=True, static_argnames=("epsilon", "center"))
-def _normalize(x, scale, bias, *, epsilon, center):
+def _normalize(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, epsilon: float, center: bool
+) -> jax.Array:
     y = _own(x) if center else wide(x)
     if center:
         y = y - y.mean(-1, keepdims=True)

@@ -56,7 +56,7 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
             ) from None
     matched, paths = set(), []
 
-    def trains(path, leaf):
+    def trains(path: tuple, leaf: Any) -> Any:
         parts = keystr(path, simple=True, separator="/").split("/")
         if not jnp.issubdtype(getattr(leaf, "dtype", None) or jnp.result_type(leaf), jnp.inexact):
             return False
@@ -95,7 +95,7 @@ def combine(*parts: Any) -> Any:
       {'body': (2,), 'head': (2,)}
     """
 
-    def one(path, *leaves):
+    def one(path: tuple, *leaves: Any) -> Any:
         held = [leaf for leaf in leaves if leaf is not None]
         if len(held) > 1:
             raise ValueError(

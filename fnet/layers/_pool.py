@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +124,7 @@ class Flatten(Layer):
         return jnp.reshape(x, (x.shape[0], math.prod(x.shape[1:])))
 
 
-def _windows(pool, scope, x, start, reduce):
+def _windows(pool: Any, scope: Scope, x: jax.Array, start: Any, reduce: Any) -> tuple:
     """Returns (the result of reducing each window, the size of the window, whether there is
     padding)."""
     who = type(pool).__name__

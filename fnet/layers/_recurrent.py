@@ -25,7 +25,7 @@ from fnet.layers._sizes import integers
 _orthogonal = initializers.orthogonal()
 
 
-def orthogonal_gates(key, shape, dtype=jnp.float32):
+def orthogonal_gates(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
     """An initializer of arrays [features, gates * features]. The array is a concatenation of one
     orthogonal matrix for each gate.
 
@@ -39,7 +39,7 @@ def orthogonal_gates(key, shape, dtype=jnp.float32):
     return gates.swapaxes(0, 1).reshape(shape)
 
 
-def open_forget_gate(key, shape, dtype=jnp.float32):
+def open_forget_gate(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
     """An initializer of an LSTM's bias: 1 for the forget gate, which is the second of four gates,
     and 0 elsewhere.
 
@@ -114,7 +114,7 @@ class _Recurrent(Layer):
         )
         return jnp.concatenate(outputs, -1), dict(zip(("forward", "backward"), after))
 
-    def zero_carry(self, batch: int, dtype=jnp.float32):
+    def zero_carry(self, batch: int, dtype: Any = jnp.float32) -> Any:
         """Returns the initial carry, which contains zeros.
 
         For RNN and GRU, the carry is an array [batch, features]. For LSTM, the carry is `(hidden,
@@ -124,13 +124,13 @@ class _Recurrent(Layer):
         one = self._one_carry(jnp.zeros((batch, self.features), dtype))
         return {"forward": one, "backward": one} if self.bidirectional else one
 
-    def _one_carry(self, zero):
+    def _one_carry(self, zero: Any) -> Any:
         return zero
 
-    def _output(self, carry):
+    def _output(self, carry: Any) -> Any:
         return carry
 
-    def _begin(self, carry, x, scope):
+    def _begin(self, carry: Any, x: jax.Array, scope: Scope) -> Any:
         dtype = jnp.float32 if jnp.finfo(x.dtype).bits < 32 else x.dtype
         zero = self.zero_carry(x.shape[0], dtype)
         if carry is None:
@@ -145,7 +145,7 @@ class _Recurrent(Layer):
             )
         return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), carry)
 
-    def _run(self, scope, x, carry, valid, *, reverse):
+    def _run(self, scope: Scope, x: jax.Array, carry: Any, valid: Any, *, reverse: bool) -> Any:
         columns = self.gates * self.features
         kernel = functools.partial(scope.param, axes=("in", "out"), roles=("in", "out"))
         arrays = {
@@ -161,7 +161,7 @@ class _Recurrent(Layer):
             arrays |= self._more(scope)
         return _scan(self, arrays, x, carry, valid, reverse)
 
-    def _more(self, scope):
+    def _more(self, scope: Scope) -> dict:
         """Returns additional parameters of one direction, which subclasses such as `GRU` define."""
         return {}
 
@@ -171,7 +171,7 @@ class _OneWay(Layer):
 
     layer: _Recurrent
 
-    def forward(self, scope, x, carry, valid, reverse):
+    def forward(self, scope: Scope, x: jax.Array, carry: Any, valid: Any, reverse: bool) -> Any:
         return self.layer._run(scope, x, carry, valid, reverse=reverse)
 
 
@@ -222,7 +222,7 @@ class RNN(_Recurrent):
     _: KW_ONLY
     activation: Callable = jnp.tanh
 
-    def _step(self, arrays, hidden, projected, recur):
+    def _step(self, arrays: dict, hidden: jax.Array, projected: jax.Array, recur: Callable) -> Any:
         (px,), (ph,) = projected, recur(hidden)
         return self.activation(px + ph)
 
@@ -262,16 +262,16 @@ class LSTM(_Recurrent):
     _: KW_ONLY
     bias_init: Callable = open_forget_gate
 
-    def _one_carry(self, zero):
+    def _one_carry(self, zero: Any) -> tuple:
         return zero, zero
 
-    def _step(self, arrays, carry, projected, recur):
+    def _step(self, arrays: dict, carry: Any, projected: jax.Array, recur: Callable) -> tuple:
         hidden, cell = carry
         i, f, g, o = (px + ph for px, ph in zip(projected, recur(hidden)))
         cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
 
-    def _output(self, carry):
+    def _output(self, carry: Any) -> Any:
         return carry[0]
 
 
@@ -306,13 +306,15 @@ class GRU(_Recurrent):
 
     gates: typing.ClassVar[int] = 3
 
-    def _more(self, scope):
+    def _more(self, scope: Scope) -> dict:
         bias = scope.param(
             "recurrent_bias", (self.features,), self.bias_init, ("out",), roles=("out",)
         )
         return {"recurrent_bias": bias}
 
-    def _step(self, arrays, hidden, projected, recur):
+    def _step(
+        self, arrays: dict, hidden: jax.Array, projected: jax.Array, recur: Callable
+    ) -> jax.Array:
         (rx, zx, nx), (rh, zh, nh) = projected, recur(hidden)
         if self.use_bias:
             nh = nh + align(arrays["recurrent_bias"], nh)
@@ -323,7 +325,7 @@ class GRU(_Recurrent):
 # Jitted, so that eager calls compile once for each layer and shape. An eager scan would compile in
 # each call, because its closure is a new function each time.
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 5))
-def _scan(layer, arrays, x, carry, valid, reverse):
+def _scan(layer: Layer, arrays: dict, x: jax.Array, carry: Any, valid: Any, reverse: bool) -> tuple:
     x = x.swapaxes(0, 1)  # [time, batch, features_in]
     if valid is not None:
         x = jnp.where(valid, x, 0)  # otherwise NaN in padding reaches the kernel's gradient
@@ -331,12 +333,12 @@ def _scan(layer, arrays, x, carry, valid, reverse):
     each = [apart(arrays[name]) for name in ("kernel", "bias") if name in arrays]
     projected = [affine(x, *gate) if "bias" in arrays else linear(x, *gate) for gate in zip(*each)]
 
-    def recur(hidden):
+    def recur(hidden: jax.Array) -> Any:
         # The kernel is cast within the step, so that its gradient is summed over time in the
         # kernel's dtype.
         return apart(wide(linear(hidden.astype(x.dtype), arrays["recurrent_kernel"])))
 
-    def step(carry, inputs):
+    def step(carry: Any, inputs: tuple) -> tuple:
         projected, valid = inputs
         after = layer._step(arrays, carry, [wide(gate) for gate in projected], recur)
         output = layer._output(after).astype(x.dtype)
@@ -353,7 +355,7 @@ def _scan(layer, arrays, x, carry, valid, reverse):
     return outputs.swapaxes(0, 1), carry  # [batch, time, features]
 
 
-def _valid(lengths, x, layer, scope):
+def _valid(lengths: Any, x: jax.Array, layer: Layer, scope: Scope) -> jax.Array | None:
     """Returns a boolean array [time, batch, 1] that is True for valid steps."""
     lengths = integers(lengths, x.shape[0], f"{type(layer).__name__} at {scope}: lengths")
     # lengths.dtype may be too narrow.
@@ -361,7 +363,7 @@ def _valid(lengths, x, layer, scope):
     return steps < lengths[None, :, None].astype(jnp.int32)
 
 
-def _shapes(tree):
+def _shapes(tree: Any) -> Any:
     if isinstance(tree, dict):
         return "{" + ", ".join(f"{name}: {_shapes(leaf)}" for name, leaf in tree.items()) + "}"
     if isinstance(tree, (tuple, list)):

@@ -5,7 +5,7 @@ argument of the method `forward`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +29,26 @@ class Run:
 
     __slots__ = ("base", "blocked", "here", "key", "record", "stateful", "trace", "train", "wrote")
 
-    def __init__(self, *, stateful, key=None, train=False, record=None, base=(), blocked=False):
+    def __init__(
+        self,
+        *,
+        stateful: bool,
+        key: Any = None,
+        train: bool = False,
+        record: dict | None = None,
+        base: tuple = (),
+        blocked: bool = False,
+    ):
         self.stateful = stateful  # whether state= was passed
         self.key = key
         self.train = train
         self.record = record  # {"params": {}, "state": {}, "cache": {}} while a spec is traced
         self.base = len(base)  # length of the path of this run's root
         self.here = base  # the path of the layer that is running
-        self.blocked = (
-            blocked  # whether key() must fail, because the call is inside a jax transform
-        )
+        # Whether key() must fail, because the call is inside a jax transform.
+        self.blocked = blocked
         self.trace = _jax.trace_state()
-        self.wrote = []  # the Places with updated state
+        self.wrote: list[Place] = []  # the Places with updated state
 
 
 class Place:
@@ -49,12 +57,17 @@ class Place:
 
     __slots__ = ("_key", "children", "draws", "params", "parent", "path", "run", "state", "written")
 
-    def __init__(self, run, parent, path, params, state):
+    def __init__(
+        self, run: Run, parent: Place | None, path: tuple[str, ...], params: Any, state: Any
+    ):
         self.run, self.parent, self.path = run, parent, path
         self.params, self.state = params, state
-        self.children, self.written, self.draws, self._key = {}, {}, 0, None
+        self.children: dict[str, Place] = {}
+        self.written: dict[str, Any] = {}
+        self.draws = 0
+        self._key = None
 
-    def child(self, name):
+    def child(self, name: str) -> Place:
         found = self.children.get(name)
         if found is None:
             found = self.children[name] = Place(
@@ -66,7 +79,7 @@ class Place:
             )
         return found
 
-    def key(self):
+    def key(self) -> Any:
         """Derives the layer's random key from its path and the key of the call. Returns None if the
         call has no key."""
         if self._key is None and self.run.key is not None:
@@ -77,7 +90,7 @@ class Place:
             )
         return self._key
 
-    def read(self, name, spec):
+    def read(self, name: str, spec: Any) -> Any:
         """Returns the parameter `name` after checking its shape. While the shapes of a model are
         traced, returns zeros."""
         if self.run.record is not None:
@@ -92,7 +105,8 @@ class Place:
             )
         return held
 
-    def record(self, kind, name, spec):
+    def record(self, kind: str, name: str, spec: Any) -> jax.Array:
+        assert self.run.record is not None
         node = self.run.record[kind]
         for part in self.path[self.run.base :]:
             node = node.setdefault(part, {})
@@ -107,7 +121,7 @@ class Place:
             )
         return jnp.zeros(spec.shape, spec.dtype)
 
-    def record_tree(self, kind, tree):
+    def record_tree(self, kind: str, tree: Any) -> dict:
         """Records all leaves of a spec tree below this node, and returns a tree of zeros with their
         shapes."""
         return {
@@ -117,7 +131,7 @@ class Place:
             for name, node in tree.items()
         }
 
-    def misfit(self, kind, name, needed, held) -> ValueError:
+    def misfit(self, kind: str, name: str, needed: Any, held: Any) -> ValueError:
         """Returns the error for an array that is missing or does not have the shape `needed`."""
         path = (*self.path, name)
         expected = f"{quote(path)}: expected shape {needed} for this input"
@@ -157,16 +171,17 @@ class Scope:
     __slots__ = ("_layer", "_names", "_place")
 
     def __init__(self, place: Place, layer: type):
-        self._place, self._layer, self._names = place, layer, {}
+        self._place, self._layer = place, layer
+        self._names: dict = {}
 
     @property
     def _owner(self) -> str:
         return self._layer.__name__
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Scope({quote(self._place.path)})"
 
-    def __str__(self):
+    def __str__(self) -> str:
         return quote(self._place.path)
 
     def __getitem__(self, name: str) -> Scope:
@@ -241,6 +256,28 @@ class Scope:
                 layer=self._layer,
             ),
         )
+
+    @overload
+    def state(
+        self,
+        name: str,
+        shape: Sequence[int],
+        init: Callable,
+        kind: Literal["stats"] = "stats",
+        *,
+        dtype: Any = jnp.float32,
+    ) -> jax.Array: ...
+
+    @overload
+    def state(
+        self,
+        name: str,
+        shape: Sequence[int],
+        init: Callable,
+        kind: str,
+        *,
+        dtype: Any = jnp.float32,
+    ) -> jax.Array | None: ...
 
     def state(
         self,
@@ -342,7 +379,7 @@ class Scope:
 
     def pure(
         self, layer: Any, *inputs: Any, copies: int | None = None, **options: Any
-    ) -> tuple[Callable, dict, Any, Any]:
+    ) -> tuple[Callable, Mapping, Any, Any]:
         """Converts `layer` to a pure function, to which JAX's transforms can be applied. The method
         also returns the arrays of the layer.
 
@@ -384,9 +421,9 @@ class Scope:
             record = layer._record(inputs, options, run.train, place.path)
             if copies is not None:
                 record = {kind: _spec.copies(tree, copies) for kind, tree in record.items()}
-            params, state, _ = (
-                place.record_tree(kind, record[kind]) for kind in ("params", "state", "cache")
-            )
+            params: Mapping = place.record_tree("params", record["params"])
+            state = place.record_tree("state", record["state"])
+            place.record_tree("cache", record["cache"])
         else:
             params = place.params if isinstance(place.params, Mapping) else {}
             state = written(place)
@@ -402,7 +439,14 @@ class Scope:
                     _spec.numbers(copies)
                 )
 
-        def f(params, *inputs, state=None, key=None, train=None, **options):
+        def f(
+            params: Any,
+            *inputs: Any,
+            state: Any = None,
+            key: Any = None,
+            train: Any = None,
+            **options: Any,
+        ) -> tuple:
             inner = Run(
                 stateful=state is not None,
                 key=key,
@@ -416,7 +460,7 @@ class Scope:
 
         return f, params, state, key
 
-    def _use(self, name, kind):
+    def _use(self, name: str, kind: str) -> None:
         if not isinstance(name, str) or not name or "/" in name:
             raise TypeError(
                 f"{self!r}: expected a name that is a non-empty string without '/'; got {name!r}"
@@ -432,7 +476,7 @@ class Scope:
                 )
         self._names[kind, name] = now
 
-    def _same_trace(self, what):
+    def _same_trace(self, what: str) -> None:
         run = self._place.run
         if run.blocked or _jax.trace_state() != run.trace:
             raise RuntimeError(
@@ -442,11 +486,11 @@ class Scope:
             )
 
 
-def quote(path) -> str:
+def quote(path: tuple) -> str:
     return repr("/".join(path)) if path else "the root"
 
 
-def describe(value) -> str:
+def describe(value: Any) -> str:
     """Describes a value in an error: an array by its shape, a dict by its names, anything else by
     its type."""
     if isinstance(value, Mapping):
@@ -458,7 +502,7 @@ def describe(value) -> str:
     return f"{'an' if kind[0] in 'aeiouAEIO' else 'a'} {kind}"
 
 
-def _like(held, value, path):
+def _like(held: Any, value: Any, path: tuple) -> Any:
     """Returns `value` with the dtypes of `held`, after checking that both have the same structure
     and shapes."""
     if isinstance(held, Mapping):
@@ -478,7 +522,7 @@ def _like(held, value, path):
     return value.astype(jnp.result_type(held)) if value.dtype != jnp.result_type(held) else value
 
 
-def written(place: Place):
+def written(place: Place) -> Any:
     """Returns the new state of a layer and its sublayers: the state that was passed, with this
     call's updates.
 
@@ -494,7 +538,7 @@ def written(place: Place):
     return state
 
 
-def _replace(tree, path, values):
+def _replace(tree: Any, path: tuple, values: Any) -> Any:
     new = dict(tree)
     if path:
         new[path[0]] = _replace(new[path[0]], path[1:], values)
@@ -503,7 +547,7 @@ def _replace(tree, path, values):
     return new if type(tree) is dict else type(tree)(new)
 
 
-def _check_copies(kind, tree, count, path, owner):
+def _check_copies(kind: str, tree: Any, count: Any, path: tuple, owner: Any) -> None:
     for below, leaf in _spec.leaves(tree or {}):
         shape = jnp.shape(leaf)
         if shape[:1] != (count,):

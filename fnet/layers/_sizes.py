@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 
-def sized(*sizes) -> bool:
+def sized(*sizes: Any) -> bool:
     """Whether all given sizes are integers, not symbolic."""
     return all(isinstance(size, int) for size in sizes)
 
 
-def at_most(who: str, size, limit: int) -> bool:
+def at_most(who: str, size: int, limit: int) -> bool:
     """Whether a size is at most `limit`.
 
     Args:
@@ -32,7 +34,7 @@ def at_most(who: str, size, limit: int) -> bool:
         ) from None
 
 
-def integers(x, batch: int, what: str) -> jax.Array:
+def integers(x: jax.Array, batch: int, what: str) -> jax.Array:
     """Returns an array with one integer for each example. `what` is the beginning of the error
     message."""
     x = jnp.asarray(x)

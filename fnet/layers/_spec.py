@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -77,13 +77,13 @@ class Copies(ParamSpec):
     parameters of the separate layers gives the parameters of the stacked layer.
     """
 
-    each: ParamSpec = None
+    each: ParamSpec = dataclasses.field(kw_only=True)
     depth: int = 0
 
-    def make(self, keys, path, making):
+    def make(self, keys: Any, path: tuple, making: Any) -> Any:
         at = len(path) - self.depth
 
-        def one(number):
+        def one(number: int) -> Any:
             inner = [jax.random.fold_in(keys[at], number)]
             for name in path[at:]:
                 inner.append(fold(inner[-1], name))
@@ -101,10 +101,10 @@ class Part(ParamSpec):
     returns, for example 2 for "dense/kernel".
     """
 
-    whole: Callable = None
+    whole: Callable = dataclasses.field(kw_only=True)
     depth: int = 0
 
-    def make(self, keys, path, making):
+    def make(self, keys: Any, path: tuple, making: Any) -> Any:
         at, wholes = len(path) - self.depth, making.wholes
         place = (self.whole, path[:at])
         if place not in wholes:
@@ -165,17 +165,17 @@ def numbers(count: int) -> np.ndarray:
     return np.array([digest(str(i)) for i in range(count)], np.uint32)
 
 
-def fold(key, name: str):
+def fold(key: Any, name: str) -> Any:
     """Returns the random key of the child `name` of the node whose random key is `key`."""
     return jax.random.fold_in(key, digest(name))
 
 
-def make(tree: Mapping, key) -> dict:
+def make(tree: Mapping, key: Any) -> dict:
     """Creates the arrays of a tree of `ParamSpec`s. The random key of each array is derived from
     `key` and from the path of the array."""
     making = Making(isinstance(key, jax.core.Tracer), {})
 
-    def walk(node, keys, path):
+    def walk(node: Any, keys: Any, path: tuple) -> Any:
         if isinstance(node, Mapping):
             return {
                 name: walk(child, [*keys, fold(keys[-1], name)], (*path, name))
@@ -189,7 +189,7 @@ def make(tree: Mapping, key) -> dict:
 def copies(tree: Mapping, count: int) -> dict:
     """Returns the spec tree of `count` stacked copies of `tree`."""
 
-    def walk(node, depth):
+    def walk(node: Any, depth: int) -> Any:
         if isinstance(node, Mapping):
             return {name: walk(child, depth + 1) for name, child in node.items()}
         axes = None if node.axes is None else ("layers", *node.axes)
@@ -199,8 +199,8 @@ def copies(tree: Mapping, count: int) -> dict:
             node.dtype,
             node.init,
             axes,
-            node,
-            depth,
+            each=node,
+            depth=depth,
             roles=roles,
             layer=node.layer,
         )
@@ -208,7 +208,7 @@ def copies(tree: Mapping, count: int) -> dict:
     return walk(tree, 0)
 
 
-def get(tree, path):
+def get(tree: Any, path: tuple) -> Any:
     """Returns the node at `path`, or None if there is no such node."""
     for name in path:
         if not isinstance(tree, Mapping) or name not in tree:
@@ -217,7 +217,7 @@ def get(tree, path):
     return tree
 
 
-def put(tree: dict, path, value) -> None:
+def put(tree: dict, path: tuple, value: Any) -> None:
     """Sets the leaf at a path of nested dicts, and creates the dicts above it."""
     *above, name = path
     for part in above:
@@ -225,7 +225,7 @@ def put(tree: dict, path, value) -> None:
     tree[name] = value
 
 
-def leaves(tree, path=()):
+def leaves(tree: Any, path: tuple = ()) -> Iterator:
     """Yields (path, leaf) for every leaf of a tree of mappings, depth first."""
     if isinstance(tree, Mapping):
         for name, child in tree.items():

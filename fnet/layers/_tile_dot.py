@@ -14,6 +14,8 @@ of the row's expert.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +42,12 @@ def tile_dot(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
     return dot_p.bind(*_jax.vary_alike(x, kernel, expert), axis=1, out=x.dtype)
 
 
-def _dot(x, kernel, expert, *, axis, out):
+def _dot(x: jax.Array, kernel: jax.Array, expert: jax.Array, *, axis: int, out: Any) -> jax.Array:
     """Computes `tile_dot`. If `axis` is 1, the tiles are multiplied by the kernels of their
     experts. If `axis` is 2, the tiles are multiplied by the transposed kernels."""
     dtype = max(x.dtype, kernel.dtype, key=_bits)
 
-    def one(_, operands):
+    def one(_: Any, operands: Any) -> tuple:
         rows, which = operands
         own = lax.dynamic_index_in_dim(kernel, which, keepdims=False).astype(dtype)
         return None, lax.dot_general(
@@ -55,7 +57,7 @@ def _dot(x, kernel, expert, *, axis, out):
     return lax.scan(one, None, (x, expert))[1]
 
 
-def _outer(x, y, expert, *, experts, out):
+def _outer(x: jax.Array, y: jax.Array, expert: jax.Array, *, experts: int, out: Any) -> jax.Array:
     """Sums `x[t].T @ y[t]` over the tiles t of each expert, in float32 or wider.
 
     The shape of x is [tiles, rows, a], that of y is [tiles, rows, b], and that of the result is
@@ -66,7 +68,7 @@ def _outer(x, y, expert, *, experts, out):
         (experts, x.shape[-1], y.shape[-1]), max(dtype, jnp.dtype("float32"), key=_bits)
     )
 
-    def one(total, operands):
+    def one(total: Any, operands: Any) -> tuple:
         a, b, which = operands
         product = lax.dot_general(
             a.astype(dtype),
@@ -80,17 +82,17 @@ def _outer(x, y, expert, *, experts, out):
     return lax.scan(one, total, tuple(slices))[0].astype(out)
 
 
-def _bits(dtype):
+def _bits(dtype: Any) -> Any:
     return jnp.finfo(dtype).bits
 
 
 @functools.lru_cache(1024)
-def _type(f, types, params):
+def _type(f: Callable, types: Any, params: Any) -> Any:
     """Returns the type of the result of `f`, including its sharding and its varying mesh axes."""
     return jax.make_jaxpr(functools.partial(f, **dict(params)))(*types).out_avals[0]
 
 
-def _jvp(primitive, primals, tangents, **params):
+def _jvp(primitive: Any, primals: tuple, tangents: tuple, **params: Any) -> tuple:
     (a, b, expert), (da, db, _) = primals, tangents
     total = [
         primitive.bind(*operands, expert, **params)
@@ -101,7 +103,9 @@ def _jvp(primitive, primals, tangents, **params):
     return y, functools.reduce(jnp.add, total) if total else ad.Zero.from_primal_value(y)
 
 
-def _dot_transpose(cotangent, x, kernel, expert, *, axis, out):
+def _dot_transpose(
+    cotangent: Any, x: jax.Array, kernel: jax.Array, expert: jax.Array, *, axis: int, out: Any
+) -> tuple:
     if isinstance(cotangent, ad.Zero):
         return None, None, None
     if ad.is_undefined_primal(x):
@@ -114,7 +118,9 @@ def _dot_transpose(cotangent, x, kernel, expert, *, axis, out):
     )
 
 
-def _outer_transpose(cotangent, x, y, expert, *, experts, out):
+def _outer_transpose(
+    cotangent: Any, x: jax.Array, y: jax.Array, expert: jax.Array, *, experts: int, out: Any
+) -> tuple:
     if isinstance(cotangent, ad.Zero):
         return None, None, None
     if ad.is_undefined_primal(x):
@@ -122,7 +128,7 @@ def _outer_transpose(cotangent, x, y, expert, *, experts, out):
     return None, dot_p.bind(x, cotangent, expert, axis=1, out=y.aval.dtype), None
 
 
-def _batch(primitive, f, args, axes, **params):
+def _batch(primitive: Any, f: Callable, args: Any, axes: Any, **params: Any) -> tuple:
     """The batching rule of `tile_dot` and `tile_outer`. For `tile_dot` with kernels that have no
     batch axis, the tiles of all examples are concatenated. For `tile_dot` with batched kernels, and
     for `tile_outer`, the rule applies `jax.vmap` to `f`, the implementation of the primitive in JAX
@@ -141,7 +147,7 @@ def _batch(primitive, f, args, axes, **params):
     return y.reshape(*x.shape[:2], *y.shape[1:]), 0
 
 
-def _define(name, f, transpose):
+def _define(name: str, f: Callable, transpose: Any) -> Any:
     primitive = Primitive(name)
     run = jax.jit(
         lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params"

@@ -71,8 +71,8 @@ FAULTS = (
     ),
     Fault(
         "layers",
-        "(total // 2, total - total // 2)\n                for total in",
-        "(total - total // 2, total // 2)\n                for total in",
+        "low, high = total // 2, total - total // 2",
+        "low, high = total - total // 2, total // 2",
         "SAME pads a transposed convolution on the wrong side",
     ),
     Fault(
