@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def microbatch(
     n = int(n)
 
     @wraps(f, "microbatch")
-    def sliced(*args, **options):
+    def sliced(*args: Any, **options: Any) -> Any:
         state = () if carry is None else batched("microbatch", args, carry, "carry")
         args = tuple(_state_arrays(i, arg) if i in state else arg for i, arg in enumerate(args))
         where = batched("microbatch", args, argnums)
@@ -113,8 +114,7 @@ def microbatch(
         elif overlap := set(where) & set(state):
             raise ValueError(
                 f"microbatch: argument {min(overlap)} is both in argnums= and in carry=; state is "
-                f"not "
-                "split into slices"
+                "not split into slices"
             )
         (args, options), modules, found = mutable.extract((args, options))
         rows = batch_rows("microbatch", args, where)
@@ -128,88 +128,133 @@ def microbatch(
             result, updated = call(f, 0, call.batch, *call.start)
             written = call.note(updated)
             return call.result(jax.tree.map(_strong, result), written, found)
-        stacked = [_split(jnp.asarray(a), n) for a in call.batch]
-        first = call.start, jax.tree.map(lambda a: a[0], stacked)
-
-        def evaluated(i, both):
-            result, updated = call(f, i, both[1], *both[0])
-            return _arrays(result), call.note(updated)
-
-        run, shapes, program, inputs = _traced(evaluated, first)
-        axes = frozenset()
-        if weight is not None:
-            weigh, of_weight, weight_program, more = _traced(
-                lambda i, both: _scalar(call(weight, i, both[1], *both[0])[0]), first
-            )
-            axes = _jax.varies_over(of_weight)
-            if missing := set().union(
-                *(axes - _jax.varies_over(x) for x in jax.tree.leaves((inputs, more)))
-            ):
-                raise ValueError(
-                    f"microbatch: inside shard_map the weights vary over the mesh axes "
-                    f"{sorted(missing)} "
-                    "and some arguments do not. Use shard_map(..., check_vma=False), or cast these "
-                    f"arguments first: jax.lax.pcast(x, {tuple(sorted(missing))}, to='varying')"
-                )
-            if effects := weight_program.effects:
-                raise ValueError(
-                    "microbatch: weight= must not have side effects, since it is evaluated twice "
-                    "for each "
-                    f"slice; got {', '.join(sorted({type(e).__name__ for e in effects}))}. Move "
-                    f"callbacks "
-                    "and uses of a jax.Ref into the function itself"
-                )
-        places = call.state_of(program, shapes, state if carry is not None else None)
-        flat, structure = jax.tree.flatten(shapes[0])
-        summed = [
-            k
-            for k in range(len(flat))
-            if k not in {k for leaves in places.values() for k in leaves}
-        ]
-
-        def body(carried, slice_):
-            (i, rows), (total, share, (fixed, written)) = slice_, carried
-            every = {**call.start[0], **fixed}, written
-            live, gate = None, lambda x: x
-            if weight is not None:
-                live = weigh(i, (every, rows), lax.stop_gradient) != 0
-                gate = functools.partial(_gate, live)
-                part = jnp.where(live, weigh(i, (every, rows), gate), 0)
-                share = share + part
-            result, after = run(i, (every, rows), gate)
-            result = jax.tree.leaves(result)
-            add = _widened if weight is None else lambda y: _weighted(y, part, live)
-            total = [t + add(result[k]) for t, k in zip(total, summed)]
-            new = (
-                {position: [result[k] for k in leaves] for position, leaves in places.items()},
-                after,
-            )
-            if live is not None:
-                new = jax.tree.map(lambda x, old: jnp.where(live, x, old), new, (fixed, written))
-            return (total, share, new), None
-
-        begin = [
-            _jax.zeros(flat[k].shape, _wide(flat[k]), _jax.varies_over(flat[k]) | axes)
-            for k in summed
-        ]
-        share = None if weight is None else _jax.zeros((), of_weight.dtype, axes)
-        fixed = {
-            position: _as_types(call.start[0][position], [flat[k] for k in leaves])
-            for position, leaves in places.items()
-        }
-        written = _as_types(call.start[1], shapes[1])
-        (total, share, (fixed, written)), _ = lax.scan(
-            body, (begin, share, (fixed, written)), (jnp.arange(n, dtype=jnp.int32), stacked)
-        )
-        share = jnp.float32(n) if weight is None else share
-        outputs = dict(zip(summed, (_mean(y, share, flat[k].dtype) for y, k in zip(total, summed))))
-        outputs |= {
-            k: x for position, leaves in places.items() for k, x in zip(leaves, fixed[position])
-        }
-        result = jax.tree.unflatten(structure, [outputs[k] for k in range(len(flat))])
+        result, written = _accumulated(call, f, n, weight, None if carry is None else state)
         return call.result(result, written, found)
 
     return sliced
+
+
+class _Carry(NamedTuple):
+    """What the scan over the slices carries.
+
+    Attributes:
+        total: the sums of the results that are averaged or summed.
+        share: the sum of the weights, or None without weights.
+        fixed: {position of an argument that is state: its arrays}.
+        written: the arrays of the flax.nnx modules.
+    """
+
+    total: list
+    share: Any
+    fixed: dict[int, list]
+    written: list
+
+
+def _accumulated(
+    call: _Call, f: Callable, n: int, weight: Callable | None, state: tuple[int, ...] | None
+) -> tuple[Any, list]:
+    """Evaluates f on n slices in a scan. Returns the results, and the arrays of the modules after
+    it. `state` are the positions of the arguments that are state, or None to infer them."""
+    stacked = [_split(jnp.asarray(a), n) for a in call.batch]
+    first = call.start, jax.tree.map(lambda a: a[0], stacked)
+
+    def evaluated(i: Any, inputs: tuple) -> tuple:
+        result, updated = call(f, i, inputs[1], *inputs[0])
+        return _arrays(result), call.note(updated)
+
+    run, shapes, program, arrays = _traced(evaluated, first)
+    weights = None if weight is None else _weights(call, weight, first, arrays)
+    axes = frozenset() if weights is None else weights.axes
+    places = call.state_of(program, shapes, state)  # {argument: indices of its new values}
+    types, structure = jax.tree.flatten(shapes[0])
+    is_state = {k for leaves in places.values() for k in leaves}
+    summed = [k for k in range(len(types)) if k not in is_state]
+
+    def body(carry: _Carry, slice_: tuple) -> tuple[_Carry, None]:
+        i, rows = slice_
+        inputs = ({**call.start[0], **carry.fixed}, carry.written), rows
+        if weights is None:
+            share, live = None, None
+            result, written = run(i, inputs)
+            add = _widened
+        else:
+            live = weights.of(i, inputs, lax.stop_gradient) != 0
+            gate = functools.partial(_gate, live)
+            part = jnp.where(live, weights.of(i, inputs, gate), 0)
+            share = carry.share + part
+            result, written = run(i, inputs, gate)
+            add = functools.partial(_weighted, share=part, live=live)
+        results = jax.tree.leaves(result)
+        total = [t + add(results[k]) for t, k in zip(carry.total, summed)]
+        new = (
+            {position: [results[k] for k in leaves] for position, leaves in places.items()},
+            written,
+        )
+        if live is not None:  # a slice of weight 0 does not change the state
+            old = carry.fixed, carry.written
+            new = jax.tree.map(lambda x, before: jnp.where(live, x, before), new, old)
+        return _Carry(total, share, *new), None
+
+    start = _Carry(
+        total=[
+            _jax.zeros(types[k].shape, _wide(types[k]), _jax.varies_over(types[k]) | axes)
+            for k in summed
+        ],
+        share=None if weights is None else _jax.zeros((), weights.dtype, axes),
+        fixed={
+            position: _as_types(call.start[0][position], [types[k] for k in leaves])
+            for position, leaves in places.items()
+        },
+        written=_as_types(call.start[1], shapes[1]),
+    )
+    end, _ = lax.scan(body, start, (jnp.arange(n, dtype=jnp.int32), stacked))
+
+    share = jnp.float32(n) if weights is None else end.share
+    results = [None] * len(types)
+    for y, k in zip(end.total, summed):
+        results[k] = _mean(y, share, types[k].dtype)
+    for position, leaves in places.items():
+        for x, k in zip(end.fixed[position], leaves):
+            results[k] = x
+    return jax.tree.unflatten(structure, results), end.written
+
+
+class _Weights(NamedTuple):
+    """The weights of the slices.
+
+    Attributes:
+        of: `of(i, inputs, gate)` returns the weight of slice i, see `_traced`.
+        dtype: the dtype of a weight.
+        axes: the mesh axes of a shard_map over which the weights vary.
+    """
+
+    of: Callable
+    dtype: Any
+    axes: frozenset
+
+
+def _weights(call: _Call, weight: Callable, first: tuple, arrays: list) -> _Weights:
+    """Traces the function `weight`. `arrays` are the floating-point arrays that f reads."""
+    evaluated = lambda i, inputs: _scalar(call(weight, i, inputs[1], *inputs[0])[0])
+    run, shape, program, more = _traced(evaluated, first)
+    axes = _jax.varies_over(shape)
+    missing = set()
+    for x in jax.tree.leaves((arrays, more)):
+        missing |= axes - _jax.varies_over(x)
+    if missing:
+        raise ValueError(
+            f"microbatch: inside shard_map the weights vary over the mesh axes {sorted(missing)} "
+            "and some arguments do not. Use shard_map(..., check_vma=False), or cast these "
+            f"arguments first: jax.lax.pcast(x, {tuple(sorted(missing))}, to='varying')"
+        )
+    if program.effects:
+        names = sorted({type(effect).__name__ for effect in program.effects})
+        raise ValueError(
+            "microbatch: weight= must not have side effects, since it is evaluated twice for each "
+            f"slice; got {', '.join(names)}. Move callbacks and uses of a jax.Ref into the "
+            "function itself"
+        )
+    return _Weights(run, shape.dtype, axes)
 
 
 class _Call:
@@ -239,11 +284,9 @@ class _Call:
         args = self._rebuild(i, batch)
         for position, (_, rebuild) in self._rest.items():
             args[position] = rebuild(fixed[position])
-        modules = (
-            None
-            if self._modules is None
-            else dataclasses.replace(self._modules, arrays=list(written))
-        )
+        modules = self._modules
+        if modules is not None:
+            modules = dataclasses.replace(modules, arrays=list(written))
         (args, options), new = mutable.insert((args, self._options), modules)
         result = mutable.returned(f(*args, **options), new)
         return result, mutable.updates(new, modules)
@@ -260,21 +303,18 @@ class _Call:
     def result(self, result, written, found):
         """Returns the result of the call, and updates the caller's modules with the arrays
         `written`."""
-        updated = (
-            None
-            if self._updated is None
-            else dataclasses.replace(self._updated, arrays=list(written))
-        )
+        updated = self._updated
+        if updated is not None:
+            updated = dataclasses.replace(updated, arrays=list(written))
         return mutable.apply(result, found, updated)
 
     def state_of(self, program, shapes, declared) -> dict[int, tuple[int, ...]]:
         """Returns {position of an argument: indices of the results that are its new value}."""
-        sources: list = [
-            "index",
-            *((i, k) for i, leaves in self.start[0].items() for k in range(len(leaves))),
-            *["module"] * len(self.start[1]),
-            *["batch"] * len(self.batch),
-        ]
+        sources: list = ["index"]
+        for i, leaves in self.start[0].items():
+            sources += [(i, k) for k in range(len(leaves))]
+        sources += ["module"] * len(self.start[1])
+        sources += ["batch"] * len(self.batch)
         sources += [None] * (len(program.jaxpr.invars) - len(sources))
         arguments = {
             i: rebuild(leaves)
@@ -303,13 +343,17 @@ def _state_arrays(position, state):
 def _as_types(arrays, types) -> list:
     """Returns the initial state with the types, for example the varying mesh axes, of the state
     after a slice."""
-    found = []
+    converted = []
     for x, t in zip(arrays, types, strict=True):
         missing = tuple(sorted(_jax.varies_over(t) - _jax.varies_over(x), key=str))
-        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-        x = lax.convert_element_type(x, t.dtype) if getattr(x, "weak_type", False) else x
-        found.append(lax.pcast(x, missing, to="varying") if missing else x)
-    return found
+        if not isinstance(x, jax.Array):
+            x = jnp.asarray(x)
+        if getattr(x, "weak_type", False):
+            x = lax.convert_element_type(x, t.dtype)
+        if missing:
+            x = lax.pcast(x, missing, to="varying")
+        converted.append(x)
+    return converted
 
 
 def _arrays(result):
@@ -408,26 +452,23 @@ def batched(who: str, args, argnums, name: str = "argnums") -> tuple[int, ...]:
 def batch_rows(who: str, args, where) -> int:
     """Returns the length of the first axis, which must be the same for all leaves of the batched
     arguments."""
-    rows = {}
+    rows: dict[int, str] = {}  # {number of rows: the first leaf that has so many}
     for i in where:
         for path, leaf in jax.tree.leaves_with_path(args[i]):
+            name = f"argument {i}{jax.tree_util.keystr(path)}"
             if isinstance(leaf, jax.Ref):
                 raise TypeError(
-                    f"{who}: argument {i}{jax.tree_util.keystr(path)} is a jax.Ref, which has no "
-                    f"slices; "
-                    "expected arrays. Pass ref[...], or exclude this argument from argnums="
+                    f"{who}: {name} is a jax.Ref, which has no slices; expected arrays. Pass "
+                    "ref[...], or exclude this argument from argnums="
                 )
             if np.ndim(leaf):
-                rows.setdefault(
-                    jnp.shape(leaf)[0],
-                    f"argument {i}{jax.tree_util.keystr(path)} {jnp.shape(leaf)}",
-                )
+                shape = jnp.shape(leaf)
+                rows.setdefault(shape[0], f"{name} {shape}")
     if len(rows) != 1:
         what = "; ".join(rows.values()) if rows else "no arrays"
         raise ValueError(
             f"{who}: the batched arguments must be arrays with the same number of rows (argnums= "
-            f"says "
-            f"which arguments are batched); got {what}"
+            f"says which arguments are batched); got {what}"
         )
     return next(iter(rows))
 
@@ -491,10 +532,11 @@ def _widened(y):
     return y.astype(_wide(y))
 
 
-def _weighted(y, share, live):
+def _weighted(y, *, share, live):
     y = _widened(y)
-    weighted = y * share.astype(y.dtype) if jnp.issubdtype(y.dtype, jnp.inexact) else y
-    return jnp.where(live, weighted, jnp.zeros_like(y))
+    if jnp.issubdtype(y.dtype, jnp.inexact):
+        return jnp.where(live, y * share.astype(y.dtype), jnp.zeros_like(y))
+    return jnp.where(live, y, jnp.zeros_like(y))
 
 
 def _mean(y, share, dtype):

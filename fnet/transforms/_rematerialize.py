@@ -9,6 +9,7 @@ stores for the backward pass. `rematerialize` removes some of the residuals.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -272,35 +273,40 @@ def _pair(jaxpr, sink, uses):
     """Finds the forward scan that computes scanned inputs of the backward scan `sink`. Returns a
     `_Pair` of the forward scan and the backward scan, or None if recomputation would not reduce the
     stored activations by more than 20 %."""
-    makers = {
-        v: eqn
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "scan" and _forward(eqn)
-        for v in eqn.outvars
-    }
-    xs, length = scan(sink).split(sink.invars)[2], scan(sink).length
-    by_source = collections.defaultdict(list)
-    for place, v in enumerate(xs):
-        if not isinstance(v, _jax.Literal) and v in makers and uses[v] == [sink]:
-            by_source[makers[v]].append((place, v))
-    best = None
-    for source, read in by_source.items():
+    best, most = None, 0
+    for source, read in _forward_scans(jaxpr, sink, uses).items():
         parts = scan(source)
-        if parts.length != length:
+        if parts.length != scan(sink).length:
             continue
+        # Only stacked outputs can be recomputed slice by slice, not the final carry.
         stacked = [(place, source.outvars.index(v) - parts.carry) for place, v in read]
         stacked = [(place, i) for place, i in stacked if i >= 0]
-        piece = _piece(parts.jaxpr.eqns, [parts.jaxpr.outvars[parts.carry + i] for _, i in stacked])
+        places, dropped = [place for place, _ in stacked], [i for _, i in stacked]
+        piece = _piece(parts.jaxpr.eqns, [parts.jaxpr.outvars[parts.carry + i] for i in dropped])
         if any(eqn.effects for eqn in piece.eqns):  # side effects would occur twice
             continue
         carries = parts.split(parts.jaxpr.invars)[1]
         saved = [i for i, v in enumerate(carries) if v in piece.invars]
-        before = sum(_bytes(source.outvars[parts.carry + i].aval) for _, i in stacked)
-        after = length * sum(_bytes(carries[i].aval) for i in saved)
-        if after < _WORTH * before and (best is None or before - after > best[0]):
-            places, dropped = [place for place, _ in stacked], [i for _, i in stacked]
-            best = before - after, _Pair(source, piece, dropped, places, saved)
-    return best and best[1]
+        before = sum(_bytes(source.outvars[parts.carry + i].aval) for i in dropped)
+        after = parts.length * sum(_bytes(carries[i].aval) for i in saved)
+        if after < _WORTH * before and (best is None or before - after > most):
+            best, most = _Pair(source, piece, dropped, places, saved), before - after
+    return best
+
+
+def _forward_scans(jaxpr, sink, uses) -> dict:
+    """Returns {forward scan: [(index, variable)]} of the scanned inputs of `sink` that a forward
+    scan computes and that nothing else reads."""
+    makers = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and _forward(eqn):
+            makers.update(dict.fromkeys(eqn.outvars, eqn))
+    by_source = collections.defaultdict(list)
+    slices = scan(sink).split(sink.invars)[2]
+    for place, v in enumerate(slices):
+        if not isinstance(v, _jax.Literal) and v in makers and uses[v] == [sink]:
+            by_source[makers[v]].append((place, v))
+    return by_source
 
 
 def _piece(eqns, outvars) -> _Piece:
@@ -353,49 +359,49 @@ def _cuts(jaxpr, plan, uses) -> dict:
 
 
 def _cut_run(eqns, uses, backward) -> dict:
+    """Cuts a run of forward equations into parts, and returns {variable: the `_Piece` that
+    recomputes it} for the variables that need not be stored for the backward pass. Returns {} if
+    this would not save enough memory."""
     at = {eqn: i for i, eqn in enumerate(eqns)}
-    # Stored bytes of each equation's outputs; live bytes after each.
-    weight, crossing = ([], [0] * (len(eqns) + 1))
+    stored = []  # bytes of each equation's outputs that the backward pass reads
     last_use = {}
+    crossing = [0] * (len(eqns) + 1)  # live bytes after each equation, first as differences
     for i, eqn in enumerate(eqns):
-        kept = 0
+        stored.append(0)
         for v in eqn.outvars:
-            readers = uses.get(v, ())
-            kept += _bytes(v.aval) if any(each in backward for each in readers) else 0
-            elsewhere = any(each not in backward and each not in at for each in readers)
-            last = (
-                len(eqns)
-                if elsewhere
-                else max((at[each] for each in readers if each in at), default=i)
-            )
-            last_use[v] = last
-            if last > i:
-                crossing[i] += _bytes(v.aval)
-                crossing[last] -= _bytes(v.aval)
-        weight.append(kept)
-    for i in range(1, len(crossing)):
-        crossing[i] += crossing[i - 1]
-    before = sum(weight)
+            size, readers = _bytes(v.aval), uses.get(v, ())
+            if any(each in backward for each in readers):
+                stored[-1] += size
+            if any(each not in backward and each not in at for each in readers):
+                last_use[v] = len(eqns)  # read after this run
+            else:
+                last_use[v] = max((at[each] for each in readers if each in at), default=i)
+            if last_use[v] > i:
+                crossing[i] += size
+                crossing[last_use[v]] -= size
+    crossing = list(itertools.accumulate(crossing))
+
+    before = sum(stored)
     if not before:
         return {}
     best = _Cut(before, [])
     for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-        best = min(best, _spread(weight, crossing, before / parts), key=lambda cut: cut.cost)
+        best = min(best, _spread(stored, crossing, before / parts), key=lambda cut: cut.cost)
     if best.cost > _WORTH * before:
         return {}
-    found, begin = {}, 0
+
+    pieces = {}
+    begin = 0
     for end in best.ends:  # the outputs after the last cut are needed immediately
         part = eqns[begin : end + 1]
-        lost = [
-            v
-            for eqn in part
-            for v in eqn.outvars
-            if last_use[v] <= end and any(each in backward for each in uses.get(v, ()))
-        ]
+        lost = []
+        for v in itertools.chain.from_iterable(eqn.outvars for eqn in part):
+            if last_use[v] <= end and any(each in backward for each in uses.get(v, ())):
+                lost.append(v)
         if lost:
-            found.update(dict.fromkeys(lost, _piece(part, lost)))
+            pieces.update(dict.fromkeys(lost, _piece(part, lost)))
         begin = end + 1
-    return found
+    return pieces
 
 
 def _spread(weight, crossing, size) -> _Cut:

@@ -62,7 +62,9 @@ FAULTS = (
         "jnp.where(index >= i, x, old)",
         "a later iteration of a scan is captured",
     ),
-    Fault("jaxpr", "setattr(module, name, value)", "pass", "attributes of nnx modules are not copied"),
+    Fault(
+        "jaxpr", "setattr(module, name, value)", "pass", "attributes of nnx modules are not copied"
+    ),
     Fault(
         "layers",
         "jnp.where(keep, x / scale, jnp.zeros_like(x))",

@@ -20,7 +20,7 @@ from jax import lax
 from fnet import _jax, hardware, jaxpr
 from fnet._util._nearest import nearest_to_pattern
 from fnet.hardware import Policy
-from fnet.jaxpr import Interpreter, Value, bind, description, plain, traits, wraps
+from fnet.jaxpr import Interpreter, Scope, Value, bind, description, plain, traits, wraps
 from fnet.transforms._autocast._lowered import Saveable, lowered
 from fnet.transforms._autocast._notes import (
     BRANCH,
@@ -144,6 +144,14 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
     return policy, tuple(every)
 
 
+class _Result(NamedTuple):
+    """The outputs of an equation, the dtype in which it was evaluated, and the reason."""
+
+    outputs: list[Value]
+    dtype: np.dtype
+    reason: str
+
+
 class _Autocast(Interpreter):
     """Evaluates the equations of a jaxpr for autocast. `_autocast_notes` describes the values of
     `Value.note`."""
@@ -259,42 +267,28 @@ class _Autocast(Interpreter):
             return [False] * (count - len(eqn.outvars)) + [True] * len(eqn.outvars)
         return [name not in ("cond", "custom_vmap_call")] * count
 
-    def wanted(self, plan, eqn):
+    def wanted(self, plan: dict, eqn: Any) -> tuple[bool, ...]:
         outs = tuple(plan.get(v, True) for v in eqn.outvars)
-        if eqn.primitive.name == "scan":
+        name = eqn.primitive.name
+        if name == "scan":
             carry = jaxpr.scan(eqn).carry
             return (True,) * carry + outs[carry:]
-        return (
-            (True,) * len(outs)
-            if eqn.primitive.name in ("while", "cond", "custom_vmap_call")
-            else outs
-        )
+        if name in ("while", "cond", "custom_vmap_call"):
+            return (True,) * len(outs)
+        return outs
 
-    def kind(self, eqn) -> str:
+    def kind(self, eqn: Any) -> str:
         """Returns the kind of an equation, which states how autocast evaluates it (see `Row`). The
         kind "author" (excluded from autocast) is never returned, because it depends on the named
         scope of the equation."""
         name = eqn.primitive.name
         if name in jaxpr.BILINEAR:
-            product = jaxpr.product(eqn)
-            if (
-                product.op is jaxpr.CONVOLUTION
-                and self.policy.convolution == F32 != self.policy.compute
-            ):
-                return "convolution"
-            return (
-                "lower"
-                if product.default_precision and all(map(_wide, (*eqn.invars[:2], *eqn.outvars)))
-                else "float32"
-            )
-        if lower := description(
-            eqn.primitive
-        ).lower:  # contains products and has a parameter for their dtype
+            return self._product_kind(eqn)
+        lower = description(eqn.primitive).lower
+        if lower:  # contains products and has a parameter for their dtype
             return "lower" if lower(eqn.params, F32, F32) else "float32"
-        if (
-            name == "reduce_precision" and jaxpr.kept_bits(eqn) == _F32_BITS
-        ):  # jax.checkpoint's mark of saved values
-            return "follow"
+        if name == "reduce_precision" and jaxpr.kept_bits(eqn) == _F32_BITS:
+            return "follow"  # jax.checkpoint's mark of saved values
         precision = traits(name).precision
         if precision == "power":
             return "follow" if self.policy.compute != np.float16 else "float32"
@@ -304,166 +298,172 @@ class _Autocast(Interpreter):
             source, target = eqn.invars[0].aval.dtype, jaxpr.new_dtype(eqn)
             if source == F32 == target:
                 return "follow"
-            return "cast" if source == np.bool_ and target == F32 else "float32"
+            if source == np.bool_ and target == F32:
+                return "cast"
         return "float32"
 
-    def equation(self, eqn, at, inputs, plan):
-        name, scope, compute, marked = (
-            eqn.primitive.name,
-            at.path,
-            self.compute(at.path),
-            _marked(eqn),
-        )
+    def _product_kind(self, eqn: Any) -> str:
+        product = jaxpr.product(eqn)
+        if (
+            product.op is jaxpr.CONVOLUTION
+            and self.policy.compute != self.policy.convolution == F32
+        ):
+            return "convolution"
+        in_float32 = all(map(_wide, (*eqn.invars[:2], *eqn.outvars)))
+        return "lower" if product.default_precision and in_float32 else "float32"
+
+    def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: dict) -> Any:
+        name, compute, marked = eqn.primitive.name, self.compute(at.path), _marked(eqn)
         if name in jaxpr.ENTERED and not marked:
             return NotImplemented
         kind, wide, operand = plan[id(eqn)]
         if marked or compute == F32:
             kind = "author"
-        dtype, reason = F32, _REASONS[kind]
         if kind == "lower":
-            dtype, reason = compute, reason + _WIDE * wide
-            out = F32 if wide else compute
-            if name in jaxpr.BILINEAR:
-                large = wide and self.policy.activations != F32 and _activation(eqn, at)
-                z = lowered(
-                    eqn.primitive,
-                    *(value.x for value in inputs),
-                    eqn.params,
-                    compute=compute,
-                    out=out,
-                    stored=compute if large else out,
-                )
-                note = PRODUCT if not wide else BRANCH if at.phase != "backward" else None
-                note = WEIGHT if at.phase == "backward" and sums_examples(eqn) else note
-                outputs, reason = [Value(z, note)], reason + _STORED * large
-            else:
-                changes = description(eqn.primitive).lower(eqn.params, compute, out)
-                outputs = bind(eqn, [value.x for value in inputs], **changes)
+            result = self._lowered(eqn, at, inputs, wide, compute)
         elif kind == "follow" and operand and name == "rev" and inputs[0].x.dtype == F32:
             # Compilers recognize the gradient of a convolution by its reversed kernel, unless a
             # cast follows the reversal.
-            outputs, dtype, reason = (
-                bind(eqn, [_to(inputs[0].x, compute)]),
-                compute,
-                "is the kernel of a convolution",
-            )
+            outputs = bind(eqn, [_to(inputs[0].x, compute)])
+            result = _Result(outputs, compute, "is the kernel of a convolution")
         elif kind == "follow":
-            outputs, dtype, reason = self._follow(eqn, at, inputs, wide, compute)
+            result = self._follow(eqn, at, inputs, wide, compute)
         else:
             outputs = plain(eqn, inputs)
             if kind == "cast":  # masks and one-hot vectors are exact in any dtype
                 outputs = [Value(y.x, Size(1.0, 1.0)) for y in outputs]
-        if self.rows is not None and any(
-            jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars
-        ):
-            if (known := description(eqn.primitive)).explain:
-                changes = known.lower(eqn.params, compute, F32) if kind == "lower" else {}
-                reason += "; " + known.explain(
-                    *(v.aval for v in eqn.invars), **{**eqn.params, **changes}
-                )
-            self.rows.append(Row(scope, name, kind, dtype.name, reason))
-        return outputs
+            result = _Result(outputs, F32, _REASONS[kind])
+        if self.rows is not None:
+            self._explain(eqn, at, kind, compute, result)
+        return result.outputs
 
-    def _follow(self, eqn, at, inputs, wide, compute):
-        residual, name, shape = (
-            self.policy.residual != F32,
-            eqn.primitive.name,
-            eqn.outvars[0].aval.shape,
-        )
+    def _lowered(
+        self, eqn: Any, at: Scope, inputs: list[Value], wide: bool, compute: np.dtype
+    ) -> _Result:
+        """Evaluates an equation of kind "lower". If `wide`, its output is only used in float32."""
+        reason = _REASONS["lower"] + (_WIDE if wide else "")
+        out = F32 if wide else compute
+        arrays = [value.x for value in inputs]
+        if eqn.primitive.name not in jaxpr.BILINEAR:
+            changes = description(eqn.primitive).lower(eqn.params, compute, out)
+            return _Result(bind(eqn, arrays, **changes), compute, reason)
+
+        stored = out
+        if wide and self.policy.activations != F32 and _activation(eqn, at):
+            stored = compute
+            reason += _STORED
+        z = lowered(eqn.primitive, *arrays, eqn.params, compute=compute, out=out, stored=stored)
+        backward = at.phase == "backward"
+        if backward and sums_examples(eqn):
+            note = WEIGHT
+        elif not wide:
+            note = PRODUCT
+        else:
+            note = None if backward else BRANCH
+        return _Result([Value(z, note)], compute, reason)
+
+    def _explain(self, eqn: Any, at: Scope, kind: str, compute: np.dtype, result: _Result) -> None:
+        """Adds a row to the table of `explain` if an output is floating-point."""
+        if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
+            return
+        reason, own = result.reason, description(eqn.primitive)
+        if own.explain:
+            changes = own.lower(eqn.params, compute, F32) if kind == "lower" else {}
+            types = [v.aval for v in eqn.invars]
+            reason += "; " + own.explain(*types, **{**eqn.params, **changes})
+        self.rows.append(Row(at.path, eqn.primitive.name, kind, result.dtype.name, reason))
+
+    def _follow(
+        self, eqn: Any, at: Scope, inputs: list[Value], wide: bool, compute: np.dtype
+    ) -> _Result:
+        """Evaluates an equation of kind "follow", and treats the residual stream and weight
+        gradients as the policy states."""
+        name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+        backward, residual = at.phase == "backward", self.policy.residual != F32
         # A weight gradient may have the shape of the stream, if there are as many tokens as
         # features.
         weight = any(value.note == WEIGHT for value in inputs)
-        stream = (
-            name == "add_any" and at.phase == "backward" and shape in self.streams - self.arguments
-        )
+        stream = name == "add_any" and backward and shape in self.streams - self.arguments
         if residual and stream and not weight:
-            low = [_to(value.x, compute) for value in inputs]
-            return bind(eqn, low), compute, "adds to the gradient of the residual stream"
-        follows = residual and at.phase != "backward" and branch(eqn, inputs)
-        if (
-            follows
-            and name == "add"
-            and all(value.note in (None, PRODUCT, BRANCH) for value in inputs)
-        ):
+            outputs = bind(eqn, [_to(value.x, compute) for value in inputs])
+            return _Result(outputs, compute, "adds to the gradient of the residual stream")
+
+        of_branch = residual and not backward and branch(eqn, inputs)
+        full_arrays = all(value.note in (None, PRODUCT, BRANCH) for value in inputs)  # no bias
+        if of_branch and name == "add" and full_arrays:
             self.streams.add(shape)
-            return (
-                bind(eqn, [_to(value.x, compute) for value in inputs]),
-                compute,
-                "adds to the residual stream",
-            )
-        outputs, dtype, reason = self._followed(eqn, inputs, wide, compute)
-        if follows:
+            outputs = bind(eqn, [_to(value.x, compute) for value in inputs])
+            return _Result(outputs, compute, "adds to the residual stream")
+
+        result = self._followed(eqn, inputs, wide, compute)
+        outputs = result.outputs
+        if of_branch:
             outputs = [Value(y.x, y.note or BRANCH) for y in outputs]
         if weight and (name == "add_any" or traits(name).kind in ("layout", "alias", "cast")):
             outputs = [Value(y.x, WEIGHT) for y in outputs]
-        return outputs, dtype, reason
+        return result._replace(outputs=outputs)
 
-    def _followed(self, eqn, inputs, wide, compute):
+    def _followed(self, eqn: Any, inputs: list[Value], wide: bool, compute: np.dtype) -> _Result:
+        """Evaluates an equation in the low dtype if its inputs have it, and in float32 otherwise."""
         name = eqn.primitive.name
         if wide and traits(name).precision == "arithmetic":
-            return plain(eqn, inputs), F32, "is only used in float32"
+            return _Result(plain(eqn, inputs), F32, "is only used in float32")
         floats = [value for value, v in zip(inputs, eqn.invars) if _wide(v)]
         strong = [value for value in floats if not isinstance(value.note, Size)]
         constants = [value.note for value in floats if isinstance(value.note, Size)]
-        if (
-            name == "add"
-            and not wide
-            and {(value.note, value.x.dtype) for value in strong}
-            == {(PRODUCT, compute), (VECTOR, F32)}
-        ):
+
+        terms = {(value.note, value.x.dtype) for value in strong}
+        if name == "add" and not wide and terms == {(PRODUCT, compute), (VECTOR, F32)}:
             # The bias is broadcast before the cast, so that its gradient is summed in float32.
-            arrays = [
-                _to(jnp.broadcast_to(value.x, eqn.outvars[0].aval.shape), compute)
-                for value in inputs
-            ]
-            return [Value(bind(eqn, arrays)[0].x, PRODUCT)], compute, "adds a bias to a product"
-        unfit = not all(fits(name, note, compute) for note in constants)
-        if wide or unfit or not strong or any(value.x.dtype == F32 for value in strong):
-            outputs = plain(eqn, inputs)
-            if (
-                constants
-                and not strong
-                and (traits(name).precision == "exact" or name == "convert_element_type")
-            ):
-                smallest, largest = zip(*constants)
-                outputs = [Value(y.x, Size(min(smallest), max(largest))) for y in outputs]
-            elif (
-                name == "broadcast_in_dim"
-                and strong
-                and (inputs[0].x.ndim < outputs[0].x.ndim or 1 in inputs[0].x.shape)
-            ):
-                outputs = [Value(outputs[0].x, VECTOR)]
-            return (
-                outputs,
-                F32,
-                (
-                    "is only used in float32"
-                    if wide
-                    else "has a constant that does not fit the low dtype"
-                    if unfit
-                    else "is given float32"
-                ),
-            )
+            shape = eqn.outvars[0].aval.shape
+            arrays = [_to(jnp.broadcast_to(value.x, shape), compute) for value in inputs]
+            (y,) = bind(eqn, arrays)
+            return _Result([Value(y.x, PRODUCT)], compute, "adds a bias to a product")
+
+        if wide:
+            return self._in_float32(eqn, inputs, strong, constants, "is only used in float32")
+        if not all(fits(name, constant, compute) for constant in constants):
+            why = "has a constant that does not fit the low dtype"
+            return self._in_float32(eqn, inputs, strong, constants, why)
+        if not strong or any(value.x.dtype == F32 for value in strong):
+            return self._in_float32(eqn, inputs, strong, constants, "is given float32")
+
         if name == "convert_element_type":
-            return [inputs[0]], compute, "is given the low dtype"
+            return _Result([inputs[0]], compute, "is given the low dtype")
         if name == "reduce_precision":
             info = jnp.finfo(compute)
-            return (
-                bind(eqn, [inputs[0].x], exponent_bits=info.nexp, mantissa_bits=info.nmant),
-                compute,
-                ("is given the low dtype"),
-            )
+            outputs = bind(eqn, [inputs[0].x], exponent_bits=info.nexp, mantissa_bits=info.nmant)
+            return _Result(outputs, compute, "is given the low dtype")
         arrays = [
             _to(value.x, compute) if _wide(v) else value.x for value, v in zip(inputs, eqn.invars)
         ]
         outputs = bind(eqn, arrays)
-        if (
-            inputs[0].note == PRODUCT
-            and traits(name).kind in ("layout", "alias")
-            and math.prod(inputs[0].x.shape) == math.prod(outputs[0].x.shape)
-        ):
+        moves = traits(name).kind in ("layout", "alias")
+        same_size = math.prod(inputs[0].x.shape) == math.prod(outputs[0].x.shape)
+        if inputs[0].note == PRODUCT and moves and same_size:
             outputs = [Value(y.x, PRODUCT) for y in outputs]
-        return outputs, compute, "is given the low dtype"
+        return _Result(outputs, compute, "is given the low dtype")
+
+    def _in_float32(
+        self,
+        eqn: Any,
+        inputs: list[Value],
+        strong: list[Value],
+        constants: list[Size],
+        reason: str,
+    ) -> _Result:
+        """Evaluates an equation in float32. `strong` are the inputs that are not constants."""
+        name = eqn.primitive.name
+        outputs = plain(eqn, inputs)
+        exact = traits(name).precision == "exact" or name == "convert_element_type"
+        if constants and not strong and exact:
+            smallest, largest = zip(*constants)
+            outputs = [Value(y.x, Size(min(smallest), max(largest))) for y in outputs]
+        elif name == "broadcast_in_dim" and strong:
+            x, y = inputs[0].x, outputs[0].x
+            if x.ndim < y.ndim or 1 in x.shape:
+                outputs = [Value(y, VECTOR)]
+        return _Result(outputs, F32, reason)
 
 
 _ENTERED_ONCE = (jaxpr.CALLS - {"custom_vmap_call"}) | {"shard_map"}

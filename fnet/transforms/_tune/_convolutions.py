@@ -103,52 +103,53 @@ def small_input(eqn, inputs):
     Windows that are larger than the input occur in the last layers of a network for small images.
     """
     product = jaxpr.product(eqn)
-    if (
-        product.op is not jaxpr.CONVOLUTION
-        or product.dtype not in (F32, BF16)
-        or product.groups != (1, 1)
-    ):
+    if product.op is not jaxpr.CONVOLUTION or product.groups != (1, 1):
         return None
-    (x, w), (lhs, rhs, out), result = (
-        (value.x for value in inputs),
-        product.dimensions,
-        eqn.outvars[0].aval,
-    )
-    strides, padding, x_dilation, w_dilation = product.window
+    if product.dtype not in (F32, BF16) or (product.dtype == BF16 and library.onednn()):
+        return None
+    x, w = (value.x for value in inputs)
+    lhs, rhs, out = product.dimensions
+    result = eqn.outvars[0].aval
+    strides, _, _, w_dilation = product.window
     window, space = [w.shape[i] for i in rhs[2:]], [result.shape[i] for i in out[2:]]
     small = len(lhs) > 2 and all(k > x.shape[i] for k, i in zip(window, lhs[2:]))
     if not small or math.prod(window) > _TAPS or result.size * w.size < WORK * w.shape[rhs[0]]:
         return None
-    if product.dtype == BF16 and library.onednn():
-        return None
-    x, w = (jnp.asarray(a, product.dtype) for a in (x, w))
-    x, w = x.transpose(lhs[0], *lhs[2:], lhs[1]), w.transpose(*rhs[2:], rhs[1], rhs[0])
-    # The positions of the window along an axis that are inside the input for an element of the
-    # output.
-    inside = [
-        [
-            k
-            for k in range(size)
-            if any(0 <= i * s + k * d - low <= (n - 1) * step for i in range(count))
-        ]
-        for size, count, s, (low, _), n, step, d in zip(
-            window, space, strides, padding, x.shape[1:-1], x_dilation, w_dilation
-        )
-    ]
+
+    x = jnp.asarray(x, product.dtype).transpose(lhs[0], *lhs[2:], lhs[1])
+    w = jnp.asarray(w, product.dtype).transpose(*rhs[2:], rhs[1], rhs[0])
+    inside = _taps_inside(product, x.shape[1:-1], window, space)
     if not all(inside):
         return None
+    _, padding, x_dilation, _ = product.window
     padded = _padded(x, padding, x_dilation)
-    x = jnp.concatenate(
-        [_slice(padded, tap, w_dilation, space, strides) for tap in itertools.product(*inside)], -1
-    )
+    taps = itertools.product(*inside)
+    columns = [_slice(padded, tap, w_dilation, space, strides) for tap in taps]
     for axis, places in enumerate(inside):  # with a stride, they need not be adjacent
         if len(places) < w.shape[axis]:
             w = jnp.concatenate([lax.slice_in_dim(w, k, k + 1, axis=axis) for k in places], axis)
     w = w.reshape(-1, w.shape[-1])
     # [examples, *space, features]
-    y = jnp.dot(x, w, preferred_element_type=F32).astype(result.dtype)
-    places = out[0], *out[2:], out[1]
-    return [y.transpose([places.index(i) for i in range(y.ndim)])]
+    y = jnp.dot(jnp.concatenate(columns, -1), w, preferred_element_type=F32).astype(result.dtype)
+    order = out[0], *out[2:], out[1]
+    return [y.transpose([order.index(i) for i in range(y.ndim)])]
+
+
+def _taps_inside(product, sizes, window, space) -> list[list[int]]:
+    """Returns for each spatial axis the positions of the window that are inside the input for an
+    element of the output. `sizes`, `window` and `space` are the lengths of the axis in the input,
+    the kernel and the output."""
+    strides, padding, x_dilation, w_dilation = product.window
+    inside = []
+    for axis, (size, taps, count) in enumerate(zip(sizes, window, space)):
+        last = (size - 1) * x_dilation[axis]
+        places = []
+        for tap in range(taps):
+            first = tap * w_dilation[axis] - padding[axis][0]
+            if any(0 <= first + i * strides[axis] <= last for i in range(count)):
+                places.append(tap)
+        inside.append(places)
+    return inside
 
 
 def dilated_input(eqn, inputs):
