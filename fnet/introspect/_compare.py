@@ -195,30 +195,34 @@ class _Run:
 def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
     """Returns pairs (name of a value in f, name of a value in g), in the order of computation in f.
     The docstring of `compare` describes how pairs are formed."""
-    pairs, free = {}, set(others)
+    pairs: dict[str, str] = {}
+    free = set(others)
+
+    def pair(name: str, other: str) -> None:
+        pairs[name] = other
+        free.remove(other)
+
     for pattern, replacement in names.items():
         for name in mine:
-            if name not in pairs and re.fullmatch(pattern, name):
-                other = re.sub(pattern, replacement, name)
-                if other not in free:
-                    raise ValueError(
-                        f"compare: names give {other!r} for {name!r}, and the second function has "
-                        f"no such "
-                        f"site left; nearest: {nearest_to_pattern(other, others)}"
-                    )
-                pairs[name] = other
-                free.remove(other)
+            if name in pairs or not re.fullmatch(pattern, name):
+                continue
+            other = re.sub(pattern, replacement, name)
+            if other not in free:
+                raise ValueError(
+                    f"compare: names give {other!r} for {name!r}, and the second function has no "
+                    f"such site left; nearest: {nearest_to_pattern(other, others)}"
+                )
+            pair(name, other)
     for name in mine:
         if name not in pairs and name in free:
-            pairs[name] = name
-            free.remove(name)
-    rest = [name for name in mine if name not in pairs], [name for name in others if name in free]
-    pairs.update(
-        (rest[0][a], rest[1][b])
-        for a, b in _aligned(
-            *([run.values[name] for name in part] for run, part in zip(runs, rest))
-        )
-    )
+            pair(name, name)
+
+    left = [name for name in mine if name not in pairs]
+    right = [name for name in others if name in free]
+    left_values = [runs[0].values[name] for name in left]
+    right_values = [runs[1].values[name] for name in right]
+    for a, b in _aligned(left_values, right_values):
+        pair(left[a], right[b])
     return [(name, pairs[name]) for name in mine if name in pairs]
 
 

@@ -37,6 +37,7 @@ _FREE = frozenset(
     )
 )
 _DIFFERENTIATED = re.compile(r"(^|/|\()(jvp|transpose|linearize)\(")
+_INPUTS = ("parameter", "constant")  # opcodes of operations that compute nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,25 +151,34 @@ def _name_the_nameless(computations, every, roots) -> None:
     the result of an unnamed operation, the unnamed operation gets the name of one of its operands.
     """
     for each in every.values():
-        if not each.op_name and each.opcode == "fusion":
-            inner = (
-                every[roots[called]].op_name for called in each.called if roots.get(called) in every
-            )
-            each.op_name = next(inner, "")
+        if each.opcode == "fusion":
+            for called in each.called:
+                if not each.op_name and roots.get(called) in every:
+                    each.op_name = every[roots[called]].op_name
+                    break
     for instructions in computations.values():
-        users: dict[int, list[_Instruction]] = {}
-        for each in instructions:
-            for i in each.operands:
-                users.setdefault(i, []).append(each)
-        operands = lambda each: [every[i] for i in each.operands if i in every]
-        named = lambda near: next((other.op_name for other in near if other.op_name), "")
+        users = _users(instructions)
         # Readers come later in the list than operands. In reverse order, each operation gets its
         # reader's name, even if the reader itself was nameless. In forward order, the same applies
         # to names of operands.
         for each in reversed(instructions):
-            each.op_name = each.op_name or named(users.get(each.id, ()))
+            each.op_name = each.op_name or _first_name(users.get(each.id, ()))
         for each in instructions:
-            each.op_name = each.op_name or named(operands(each))
+            operands = [every[i] for i in each.operands if i in every]
+            each.op_name = each.op_name or _first_name(operands)
+
+
+def _first_name(instructions: Iterable[_Instruction]) -> str:
+    return next((each.op_name for each in instructions if each.op_name), "")
+
+
+def _users(instructions: Iterable[_Instruction]) -> dict[int, list[_Instruction]]:
+    """Returns {id of an operation: the operations that read its result}."""
+    users: dict[int, list[_Instruction]] = {}
+    for each in instructions:
+        for i in each.operands:
+            users.setdefault(i, []).append(each)
+    return users
 
 
 def _phases(computations, every, entry) -> None:
@@ -183,50 +193,47 @@ def _phases(computations, every, entry) -> None:
     """
     trained = any(_DIFFERENTIATED.search(each.op_name) for each in every.values())
 
-    def own(each) -> str | None:
-        scope = scope_of_operation(each.op_name)
-        if _DIFFERENTIATED.search(each.op_name) or scope.phase != FORWARD:
-            return scope.phase
-        return None
-
     def walk(identity: int, inherited: str | None) -> None:
         instructions = computations.get(identity, ())
-        after: set[int] = set()
+        after: set[int] = set()  # operations that depend on the result of a backward pass
         for each in instructions:
-            phase = own(each)
-            late = any(i in after for i in each.operands)
-            if each.opcode in ("parameter", "constant"):
-                phase = None
-            elif phase is None and (late or inherited == OPTIMIZER):
-                phase = OPTIMIZER
-            if late or phase in (BACKWARD, OPTIMIZER):
+            late = not after.isdisjoint(each.operands)
+            if each.opcode in _INPUTS:
+                each.phase = None
+            else:
+                each.phase = _own_phase(each)
+                if each.phase is None and (late or inherited == OPTIMIZER):
+                    each.phase = OPTIMIZER
+            if late or each.phase in (BACKWARD, OPTIMIZER):
                 after.add(each.id)
-            each.phase = phase
         _only_read_by(instructions, OPTIMIZER)
         for each in instructions:
-            if each.phase is None:
-                each.phase = inherited or (
-                    FORWARD if not trained or scope_of_operation(each.op_name).path else OTHER
-                )
+            if each.phase is None and inherited:
+                each.phase = inherited
+            elif each.phase is None:
+                forward = not trained or scope_of_operation(each.op_name).path
+                each.phase = FORWARD if forward else OTHER
             for called in each.called:
                 walk(called, each.phase)
 
     walk(entry, None)
 
 
+def _own_phase(each: _Instruction) -> str | None:
+    """Returns the phase of an operation that its name states, or None."""
+    scope = scope_of_operation(each.op_name)
+    if _DIFFERENTIATED.search(each.op_name) or scope.phase != FORWARD:
+        return scope.phase
+    return None
+
+
 def _only_read_by(instructions, phase: str) -> None:
     """Assigns `phase` to an operation without a phase if all operations that read its result have
     the phase `phase`."""
-    users: dict[int, list[_Instruction]] = {}
-    for each in instructions:
-        for i in each.operands:
-            users.setdefault(i, []).append(each)
+    users = _users(instructions)
     for each in reversed(instructions):
         readers = users.get(each.id, ())
-        if (
-            each.phase is None
-            and each.opcode not in ("parameter", "constant")
-            and readers
-            and all(other.phase == phase for other in readers)
-        ):
+        if each.phase is not None or each.opcode in _INPUTS or not readers:
+            continue
+        if all(reader.phase == phase for reader in readers):
             each.phase = phase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -278,59 +278,74 @@ def of_trace(
             trace. The time intervals are the pairs (start, end) in `trace.steps`. None: each time
             interval contains one step.
     """
-    windows = trace.steps or (
-        (min(event.start for event in trace.events), max(event.end for event in trace.events)),
-    )
+    windows = trace.steps
+    if not windows:
+        events = trace.events
+        windows = ((min(event.start for event in events), max(event.end for event in events)),)
     count = len(windows) * (steps or 1)
-    devices = sorted({event.device for event in trace.events})
-    seconds: dict[Operation, float] = {}
-    for device in devices:
-        mine = [event for event in trace.events if event.device == device]
-        for operation, time in attributed(mine, windows).items():
-            seconds[operation] = seconds.get(operation, 0.0) + time * 1e-9 / (count * len(devices))
-    costs = {bound.scope: bound for bound in bounds}
-    own: dict[str, dict[str, float]] = {}
+    seconds = _seconds(trace, windows, count)
+    spanning = sum(time for operation, time in seconds.items() if len(operation.paths) > 1)
+
+    own: dict[str, dict[str, float]] = {}  # {path of a scope: {phase: seconds}}
     for operation, time in seconds.items():
         phases = own.setdefault(operation.path, {})
         phases[operation.phase] = phases.get(operation.phase, 0.0) + time
+    costs = {bound.scope: bound for bound in bounds}
+    every = {*own, *costs}
 
-    def row(path, inside):
-        phases = {
-            phase: sum(own[other].get(phase, 0.0) for other in own if inside(other))
-            for phase in PHASES
-        }
-        below = [bound for other, bound in costs.items() if inside(other)]
-        known = below and all(bound.seconds is not None for bound in below)
-        return TimedRow(
-            path,
-            {phase: time for phase, time in phases.items() if time},
-            sum((bound.cost for bound in below), Cost()) if below else None,
-            sum(bound.seconds for bound in below) if known else None,
-        )
-
-    rows = [
-        row(path, lambda other, path=path: other == path or other.startswith(path + "/"))
-        for path in tree_of([*costs, *own])
-        if depth is None or path.count("/") < depth
-    ]
+    rows = []
+    for path in tree_of([*costs, *own]):
+        if depth is None or path.count("/") < depth:
+            inside = {other for other in every if other == path or other.startswith(path + "/")}
+            rows.append(_row(path, inside, own, costs))
     if "" in own:
-        rows.append(row("", lambda other: other == ""))
-    total = row("", lambda other: True)
-    rows = [each for each in rows if each.total or (each.cost and each.cost.flops)]
-    spanning = sum(time for operation, time in seconds.items() if len(operation.paths) > 1)
-    elapsed = sum(end - start for start, end in windows) * 1e-9 / count
-    ranked = sorted(seconds.items(), key=lambda item: -item[1])
+        rows.append(_row("", {""}, own, costs))
+    total = _row("", every, own, costs)
     return Profile(
-        tuple(rows),
+        tuple(row for row in rows if row.total or (row.cost and row.cost.flops)),
         total,
-        elapsed,
+        sum(end - start for start, end in windows) * 1e-9 / count,
         count,
         spanning / total.total if total.total else 0.0,
-        tuple(ranked),
+        tuple(sorted(seconds.items(), key=lambda item: -item[1])),
         chip,
         trace,
         tuple(notes),
     )
+
+
+def _seconds(
+    trace: Trace, windows: Iterable[tuple[float, float]], count: int
+) -> dict[Operation, float]:
+    """Returns the time of each operation in one of `count` steps, the mean of all devices."""
+    devices = sorted({event.device for event in trace.events})
+    seconds: dict[Operation, float] = {}
+    for device in devices:
+        events = [event for event in trace.events if event.device == device]
+        for operation, time in attributed(events, windows).items():
+            share = time * 1e-9 / (count * len(devices))
+            seconds[operation] = seconds.get(operation, 0.0) + share
+    return seconds
+
+
+def _row(
+    path: str,
+    inside: Collection[str],
+    own: Mapping[str, Mapping[str, float]],
+    costs: Mapping[str, Bound],
+) -> TimedRow:
+    """Returns the row `path` of a profile, the sums over the scopes `inside`."""
+    phases = {}
+    for phase in PHASES:
+        time = sum(own[scope].get(phase, 0.0) for scope in own if scope in inside)
+        if time:
+            phases[phase] = time
+    below = [bound for scope, bound in costs.items() if scope in inside]
+    if not below:
+        return TimedRow(path, phases, None, None)
+    cost = sum((bound.cost for bound in below), Cost())
+    times = [bound.seconds for bound in below if bound.seconds is not None]
+    return TimedRow(path, phases, cost, sum(times) if len(times) == len(below) else None)
 
 
 def _faster_half(trace: Trace) -> Trace:

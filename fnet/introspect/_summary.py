@@ -169,50 +169,48 @@ def summary(
         passes = run
         both, on, seconds = _cost(run, params, inputs, chip)
         kept, missing = [], (f"no backward pass: {str(error).partition('. ')[0]}",)
-    sites = ft.sites(run)(params, *inputs)
-    outputs: dict[str, list] = {}
-    for site in sites:
-        outputs.setdefault(site.name.partition("#")[0], []).append(site.value)
-    hidden = {site for site in outputs if site.endswith("[:]") or site.endswith("/weights")}
-    paths = _tree([*forward.scopes, *outputs, *both.scopes])
-    owners: dict[str, list] = {}
-    for path, leaf in jax.tree.leaves_with_path(params):
-        owners.setdefault(_owner(path, paths), []).append(leaf)
-    paths = [path for path in _tree([*paths, *owners]) if path not in hidden]
-    result = jax.eval_shape(lambda params, inputs: _arrays(run(params, *inputs)), params, inputs)
 
-    def row(path, output):
-        inside = (
-            (lambda other: True)
-            if not path
-            else (lambda other: other == path or other.startswith(path + "/"))
-        )
+    outputs: dict[str, list] = {}
+    for site in ft.sites(run)(params, *inputs):
+        outputs.setdefault(site.name.partition("#")[0], []).append(site.value)
+    paths = _tree([*forward.scopes, *outputs, *both.scopes])
+    owners: dict[str, list] = {}  # {path: the parameters of this scope, not of those below it}
+    for key_path, leaf in jax.tree.leaves_with_path(params):
+        owners.setdefault(_owner(key_path, paths), []).append(leaf)
+    paths = _tree([*paths, *owners])
+
+    def row(path: str, values: Iterable) -> Row:
+        def inside(other: str) -> bool:
+            return not path or other == path or other.startswith(path + "/")
+
         leaves = [leaf for owner, group in owners.items() if inside(owner) for leaf in group]
-        before, after = (
-            _sum(cost for other, cost in count.scopes.items() if inside(other))
-            for count in (forward, both)
-        )
-        time = sum(time for other, time in seconds.items() if inside(other))
-        share = time / sum(seconds.values()) if seconds else None
+        before = _sum(each for other, each in forward.scopes.items() if inside(other))
+        after = _sum(each for other, each in both.scopes.items() if inside(other))
+        time = sum(each for other, each in seconds.items() if inside(other))
         return Row(
             path,
-            tuple(output),
-            sum(_size(leaf) for leaf in leaves),
-            sum(_bytes(leaf) for leaf in leaves),
+            tuple(values),
+            sum(map(_size, leaves)),
+            sum(map(_bytes, leaves)),
             before,
             _less(after, before),
             tuple(each for each in kept if inside(each.path)),
-            share,
+            time / sum(seconds.values()) if seconds else None,
         )
 
-    rows = tuple(
-        row(path, outputs.get(path, ()))
-        for path in paths
-        if path and (depth is None or path.count("/") < depth)
-    )
+    rows = []
+    for path in paths:
+        part = path in outputs and (path.endswith("[:]") or path.endswith("/weights"))
+        shown = depth is None or path.count("/") < depth
+        if path and shown and not part:
+            rows.append(row(path, outputs.get(path, ())))
+    result = jax.eval_shape(lambda params, inputs: _arrays(run(params, *inputs)), params, inputs)
     notes = tuple(dict.fromkeys((*missing, *forward.notes, *both.notes)))
-    memory = jax.jit(passes).lower(params, *inputs).compile().memory_analysis() if compile else None
-    return Summary(rows, row("", [result]), on, notes, memory and memory.temp_size_in_bytes)
+    temporary = None
+    if compile:
+        memory = jax.jit(passes).lower(params, *inputs).compile().memory_analysis()
+        temporary = memory and memory.temp_size_in_bytes
+    return Summary(tuple(rows), row("", [result]), on, notes, temporary)
 
 
 def as_function(f, args, train, options, caller="summary") -> tuple[Callable, Any, tuple]:

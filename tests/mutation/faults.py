@@ -145,8 +145,8 @@ FAULTS = (
     ),
     Fault(
         "transforms",
-        "jnp.where(live, weigh(i, (every, rows), gate), 0)",
-        "weigh(i, (every, rows), gate)",
+        "jnp.where(live, weights.of(i, inputs, gate), 0)",
+        "weights.of(i, inputs, gate)",
         "NaN in the weight of a slice without rows reaches the result",
     ),
     Fault(
@@ -193,8 +193,8 @@ FAULTS = (
     ),
     Fault(
         "introspect",
-        'lambda other: other == path or other.startswith(path + "/")',
-        "lambda other: other.startswith(path)",
+        'return not path or other == path or other.startswith(path + "/")',
+        "return other.startswith(path)",
         "a row of the summary includes scopes with the same prefix",
     ),
     Fault(
