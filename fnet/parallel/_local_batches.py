@@ -5,13 +5,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.tree_util import keystr
 
 WEIGHT = "weight"
+
+
+class _Rows(NamedTuple):
+    """The rows of a batch on this process.
+
+    Attributes:
+        path: the first leaf with rows, or None if no leaf has any.
+        count: the number of rows of this leaf.
+        share: the number of rows that the plan has here for this leaf.
+        short: whether a leaf has fewer rows than in the plan.
+    """
+
+    path: str | None
+    count: int
+    share: int
+    short: bool
 
 
 class LocalBatches:
@@ -78,72 +94,22 @@ class LocalBatches:
                 be padded.
         """
         leaves = self._leaves(batch)
-        if (
-            whole
-            and self.several
-            and all(
-                x is None or parts is None or len(x) == wanted.shape[0]
-                for x, parts, wanted in zip(leaves, self.parts, self.wanted)
-            )
-        ):
-            leaves = [
-                x
-                if x is None or parts is None
-                else np.concatenate([x[begin:end] for begin, end in parts])
-                for x, parts in zip(leaves, self.parts)
-            ]
-        short, count = False, None
-        for path, x, wanted, share in zip(self.paths, leaves, self.wanted, self.shares):
-            if x is None:
-                continue
-            shape, dtype = np.shape(x), _dtype(x)
-            if (
-                len(shape) != len(wanted.shape)
-                or shape[1:] != wanted.shape[1:]
-                or dtype != _dtype(wanted)
-            ):
-                whole = [share, *wanted.shape[1:]] if wanted.shape else []
-                raise ValueError(
-                    f"feed: expected batch{path} to be {_dtype(wanted)}{whole} from this process, "
-                    f"as in "
-                    f"the plan; got {dtype}{list(shape)}"
-                )
-            if (lost := _wrapped(x)) is not None:
-                raise ValueError(
-                    f"feed: batch{path} holds {lost}, which does not fit into 32 bits: leave it "
-                    f"out, or "
-                    "set jax.config.update('jax_enable_x64', True)"
-                )
-            if share is None:
-                continue
-            if shape[0] > share:
-                raise ValueError(
-                    f"feed: batch{path} of shape {shape} has {shape[0]} rows, but this process's "
-                    f"share of "
-                    f"the plan's {wanted.shape[0]} is {share}; pass {share} rows, or plan for more"
-                )
-            if count is None:
-                count = (path, shape[0], share)
-            elif shape[0] * count[2] != count[1] * share:
-                raise ValueError(
-                    f"feed: batch{path} has {shape[0]} rows and batch{count[0]} has {count[1]}; "
-                    f"all "
-                    "leaves of a batch must have the same number of rows"
-                )
-            short |= shape[0] < share
-        if short and self.drop:
+        if whole and self.several and self._has_all_rows(leaves):
+            leaves = [_rows_of(x, parts) for x, parts in zip(leaves, self.parts)]
+        rows = self._checked(leaves)
+        if rows.short and self.drop:
             return None
-        if short and not self.weighted:
+        if rows.short and not self.weighted:
             raise ValueError(
-                f"feed: batch {at} has {count[1]} rows here, fewer than this process's share of "
-                f"{count[2]}"
-                f", and {self.why}, so it cannot be padded; {self.choices}"
+                f"feed: batch {at} has {rows.count} rows here, fewer than this process's share of "
+                f"{rows.share}, and {self.why}, so it cannot be padded; {self.choices}"
             )
         if self.adds and leaves[self.at] is None:
+            # Every row that was passed has weight 1. The weights may have another number of rows.
             share = self.shares[self.at]
-            rows = share if count is None else count[1] * share // count[2]
-            leaves[self.at] = np.ones(rows, np.float32)
-        if short:
+            count = share if rows.path is None else rows.count * share // rows.share
+            leaves[self.at] = np.ones(count, np.float32)
+        if rows.short:
             leaves = [
                 x if share is None else self._padded(i, np.asarray(x), share)
                 for i, (x, share) in enumerate(zip(leaves, self.shares))
@@ -151,6 +117,40 @@ class LocalBatches:
         if self.several and self.weighted:
             self.last = leaves
         return leaves
+
+    def _has_all_rows(self, leaves: list) -> bool:
+        """Whether each leaf has the rows of all processes."""
+        for x, parts, wanted in zip(leaves, self.parts, self.wanted):
+            if x is not None and parts is not None and len(x) != wanted.shape[0]:
+                return False
+        return True
+
+    def _checked(self, leaves: list) -> _Rows:
+        """Checks the leaves of a batch, and returns the number of its rows."""
+        rows = _Rows(None, 0, 0, short=False)
+        for path, x, wanted, share in zip(self.paths, leaves, self.wanted, self.shares):
+            if x is None:
+                continue
+            _check_leaf(path, x, wanted, share)
+            if share is None:
+                continue
+            count = np.shape(x)[0]
+            if count > share:
+                raise ValueError(
+                    f"feed: batch{path} of shape {np.shape(x)} has {count} rows, but this "
+                    f"process's share of the plan's {wanted.shape[0]} is {share}; pass {share} "
+                    "rows, or plan for more"
+                )
+            if rows.path is None:
+                rows = _Rows(path, count, share, short=False)
+            elif count * rows.share != rows.count * share:
+                raise ValueError(
+                    f"feed: batch{path} has {count} rows and batch{rows.path} has {rows.count}; "
+                    "all leaves of a batch must have the same number of rows"
+                )
+            if count < share:
+                rows = rows._replace(short=True)
+        return rows
 
     def nothing(self) -> list:
         """Returns a batch in which every row has weight 0. All leaves of the returned batch except
@@ -165,16 +165,12 @@ class LocalBatches:
     def place(self, leaves: list) -> Any:
         """Transfers the batch to the devices."""
         if self.several:
-            placed = [
-                self._global(x, *rest)
-                for x, *rest in zip(leaves, self.wanted, self.places, self.shares)
-            ]
+            rows = zip(leaves, self.wanted, self.places, self.shares)
+            placed = [self._global(x, wanted, place, share) for x, wanted, place, share in rows]
         else:
             if self.copies:
-                leaves = [
-                    _own(x, wanted, place)
-                    for x, wanted, place in zip(leaves, self.wanted, self.places)
-                ]
+                rows = zip(leaves, self.wanted, self.places)
+                leaves = [_own(x, wanted, place) for x, wanted, place in rows]
             placed = jax.device_put(leaves, self.places)
         return jax.tree.unflatten(self.structure, placed)
 
@@ -198,19 +194,20 @@ class LocalBatches:
             f"{', '.join(given) or 'nothing'}"
         )
 
-    def _padded(self, i, x, share):
+    def _padded(self, i: int, x: np.ndarray, share: int) -> np.ndarray:
+        """Returns leaf i with `share` rows: the weights are padded with 0, other leaves with their
+        last row."""
         if len(x) == share:
             return x
         if i == self.at:
             return np.concatenate([x, np.zeros(share - len(x), x.dtype)])
-        last = (
-            x[-1:]
-            if len(x)
-            else self.last[i][-1:]
-            if self.last
-            else np.zeros((1, *x.shape[1:]), x.dtype)
-        )
-        return np.concatenate([x, np.repeat(last, share - len(x), 0)])
+        if len(x):
+            row = x[-1:]
+        elif self.last:
+            row = self.last[i][-1:]
+        else:
+            row = np.zeros((1, *x.shape[1:]), x.dtype)
+        return np.concatenate([x, np.repeat(row, share - len(x), 0)])
 
     def _global(self, x, wanted, place, share):
         if share is None:
@@ -218,6 +215,31 @@ class LocalBatches:
         x = np.asarray(x, _dtype(wanted))
         x = _own(x, wanted, place) if self.copies else x
         return jax.make_array_from_process_local_data(place, x, wanted.shape)
+
+
+def _rows_of(x: Any, parts: list[tuple[int, int]] | None) -> Any:
+    if x is None or parts is None:
+        return x
+    return np.concatenate([x[begin:end] for begin, end in parts])
+
+
+def _check_leaf(path: str, x: Any, wanted: Any, share: int | None) -> None:
+    """Raises a ValueError if the dtype of a leaf, its number of axes or its sizes, except the
+    number of rows, are not those of the plan's batch."""
+    shape, dtype = np.shape(x), _dtype(x)
+    same_axes = len(shape) == len(wanted.shape) and shape[1:] == wanted.shape[1:]
+    if not same_axes or dtype != _dtype(wanted):
+        expected = [share, *wanted.shape[1:]] if wanted.shape else []
+        raise ValueError(
+            f"feed: expected batch{path} to be {_dtype(wanted)}{expected} from this process, as in "
+            f"the plan; got {dtype}{list(shape)}"
+        )
+    lost = _wrapped(x)
+    if lost is not None:
+        raise ValueError(
+            f"feed: batch{path} holds {lost}, which does not fit into 32 bits: leave it out, or "
+            "set jax.config.update('jax_enable_x64', True)"
+        )
 
 
 def _parts(leaf, place) -> list[tuple[int, int]] | None:
@@ -229,29 +251,24 @@ def _parts(leaf, place) -> list[tuple[int, int]] | None:
     return sorted({index[0].indices(leaf.shape[0])[:2] for index in indices})
 
 
-def _dtype(x):
+def _dtype(x: Any) -> Any:
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    return (
-        dtype
-        if jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-        else jax.dtypes.canonicalize_dtype(dtype)
-    )
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _wrapped(x) -> int | None:
+def _wrapped(x: Any) -> int | None:
     """Returns a 64-bit integer of a NumPy array that JAX would wrap around to 32 bits, or None."""
-    if (
-        not isinstance(x, np.ndarray)
-        or x.dtype.kind not in "iu"
-        or not x.size
-        or _dtype(x) == x.dtype
-    ):
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or not x.size:
         return None
-    range_ = np.iinfo(_dtype(x))
-    return next(
-        (value for value in (int(x.min()), int(x.max())) if not range_.min <= value <= range_.max),
-        None,
-    )
+    if _dtype(x) == x.dtype:
+        return None
+    limits = np.iinfo(_dtype(x))
+    for value in (int(x.min()), int(x.max())):
+        if not limits.min <= value <= limits.max:
+            return value
+    return None
 
 
 def _own(x, wanted, place):

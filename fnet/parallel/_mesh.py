@@ -24,36 +24,33 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
         raise TypeError(
             f"plan: mesh must be a dict {{axis: length}}, such as {{'data': -1}}; got {asked!r}"
         )
-    found = {name: int(n) for name, n in (asked or {"data": -1}).items()}
-    open_ = [name for name, n in found.items() if n == -1]
-    if len(open_) > 1 or any(n < 1 and n != -1 for n in found.values()):
+    lengths = {name: int(n) for name, n in (asked or {"data": -1}).items()}
+    open_axes = [name for name, n in lengths.items() if n == -1]
+    if len(open_axes) > 1 or any(n < 1 and n != -1 for n in lengths.values()):
         raise ValueError(
             "plan: the mesh's axes must have lengths >= 1, or -1 for the remaining length of one "
-            "axis; "
-            f"got {dict(found)}"
+            f"axis; got {lengths}"
         )
-    if "data" not in found:
-        found["data"] = 1 if open_ else -1
-        open_ = open_ or ["data"]
-    fixed = math.prod(n for n in found.values() if n != -1)
-    by_group = (
-        "slice" not in found
-        and target.groups > 1
-        and (bool(open_) or fixed * target.groups == target.count)
-    )
-    if by_group:
-        found["slice"] = target.groups
-        fixed *= target.groups
-    if open_:
-        found[open_[0]] = max(1, target.count // fixed)
-    if math.prod(found.values()) != target.count:
+    if "data" not in lengths:
+        lengths["data"] = 1 if open_axes else -1
+        open_axes = open_axes or ["data"]
+
+    fixed = math.prod(n for n in lengths.values() if n != -1)
+    if "slice" not in lengths and target.groups > 1:
+        # An axis for the slices, unless the lengths that were asked for fill all devices.
+        if open_axes or fixed * target.groups == target.count:
+            lengths["slice"] = target.groups
+            fixed *= target.groups
+    if open_axes:
+        lengths[open_axes[0]] = max(1, target.count // fixed)
+    needed = math.prod(lengths.values())
+    if needed != target.count:
         raise ValueError(
-            f"plan: mesh {dict(found)} needs {math.prod(found.values())} devices; {target.name!r} "
-            f"has "
-            f"{target.count}"
+            f"plan: mesh {lengths} needs {needed} devices; {target.name!r} has {target.count}"
         )
-    first = [name for name in ("slice", "data") if name in found]
-    return {name: found[name] for name in (*first, *(name for name in found if name not in first))}
+    first = [name for name in ("slice", "data") if name in lengths]
+    rest = [name for name in lengths if name not in first]
+    return {name: lengths[name] for name in (*first, *rest)}
 
 
 def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:

@@ -230,19 +230,19 @@ class Drafts:
         self.memory = None if chip.memory_bytes is None else chip.per_device.memory_bytes
 
     def plan(self, option: Strategy) -> Plan:
-        found = self.layout(option.state)
+        layout = self.layout(option.state)
         place = lambda spec: NamedSharding(self.places, spec)
-        state = jax.tree.map(place, found.specs, is_leaf=lambda x: isinstance(x, P))
+        state = jax.tree.map(place, layout.specs, is_leaf=lambda x: isinstance(x, P))
         over = rows_over(self.places)
-        spec = P(over[0] if len(over) == 1 else over)
-        rows = jax.tree.map(lambda x: place(spec if x.ndim else P()), self.batch)
+        rows = P(over[0] if len(over) == 1 else over)
+        batch = jax.tree.map(lambda x: place(rows if x.ndim else P()), self.batch)
         return Plan(
             self.chips,
             self.places,
             option,
             state,
-            rows,
-            tuple(found.whole),
+            batch,
+            tuple(layout.whole),
             self.batch,
             self.traced.unused,
             self.init,
@@ -257,31 +257,27 @@ class Drafts:
         draft = self.plan(option)
         persistent = _held(self.state, draft.state, self.chips.chip)
         arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
-        estimated = _estimated(draft, closed, self.state, self.batch)
-        return self.timed(
-            Candidate(
-                option,
-                persistent.bytes,
-                arguments.bytes,
-                arguments.exact,
-                estimated,
-                None,
-                _cost.Time(None, None, None),
-            ),
-            counted,
+        candidate = Candidate(
+            option,
+            persistent.bytes,
+            arguments.bytes,
+            arguments.exact,
+            _estimated(draft, closed, self.state, self.batch),
+            None,
+            _cost.Time(None, None, None),
         )
+        return self.timed(candidate, counted)
 
     def timed(self, each: Candidate, counted: Count | None = None) -> Candidate:
         counted = counted or self.traced(each.options)[1]
         state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state))
-        between = each.estimate.between.sent
-        sent = each.ledger.sent - (between if each.compiled and each.compiled.ledger else 0)
-        return dataclasses.replace(
-            each,
-            time=_cost.time(
-                counted, self.chips, state, each.persistent, max(0, sent), between, alike=self.alike
-            ),
+        sent, between = each.ledger.sent, each.estimate.between.sent
+        if each.compiled and each.compiled.ledger:
+            sent -= between  # the ledger of a compiled program includes it
+        time = _cost.time(
+            counted, self.chips, state, each.persistent, max(0, sent), between, alike=self.alike
         )
+        return dataclasses.replace(each, time=time)
 
     def compared(self, rung: list[Strategy], compile: bool) -> list[Candidate]:
         """Compares the strategies in the list `rung`, and returns a candidate (a strategy with its
@@ -289,65 +285,60 @@ class Drafts:
         candidate."""
         estimated = [self.candidate(option) for option in rung]
         if not compile or self.chips.devices is None:
-            free = lambda option: option.state == "fsdp" and not option.pins
-            judged = [self.judged(each, 1.0) for each in estimated]
-            return [
-                dataclasses.replace(each, verdict=each.verdict or _UNKNOWN)
-                if free(each.options)
-                else each
-                for each in judged
-            ]
-        likely = [
-            each
-            for each in estimated
-            if not self.memory or each.estimate.peak <= DOUBT * ROOM * self.memory
-        ]
-        likely.sort(
-            key=lambda each: (
-                each.estimate.ledger.sent + each.estimate.between.sent,
-                rung.index(each.options),
-            )
-        )
-        if first := _best(likely, self.memory):
-            likely = [first, *(each for each in likely if each is not first)]
-        if len(rung) == 1:
-            likely = estimated  # compile it, because the user requested it
+            return [self._uncompiled(each) for each in estimated]
+        # The only strategy of a rung is what the user requested, so it is compiled in any case.
+        likely = estimated if len(rung) == 1 else self._likely(estimated, rung)
         done: dict[Strategy, Candidate] = {}
         for each in likely:
-            if self.chips.count > FEW and any(not made.verdict for made in done.values()):
-                options = {option._replace(pins=not option.pins) for option in done}
-                if each.options not in options:
-                    continue
-            compiled = _compile.compiled(
-                self.plan(each.options).jit(self.traced.step), self.state, self.batch
-            )
-            done[each.options] = self.judged(
-                self.timed(dataclasses.replace(each, compiled=compiled)), 1.0
-            )
-        sizes = [
-            (each.arguments, each.compiled.arguments)
-            for each in done.values()
-            if each.compiled.peak is not None
-        ]
-        if self.traced.complete and any(predicted != size for predicted, size in sizes):
+            if self._needless(each.options, done):
+                continue
+            program = self.plan(each.options).jit(self.traced.step)
+            compiled = _compile.compiled(program, self.state, self.batch)
+            timed = self.timed(dataclasses.replace(each, compiled=compiled))
+            done[each.options] = self.judged(timed, 1.0)
+        if self.traced.complete and any(map(_mispredicted, done.values())):
             estimated = [dataclasses.replace(each, exact=False) for each in estimated]
             done = {option: dataclasses.replace(each, exact=False) for option, each in done.items()}
-        rest = lambda each: dataclasses.replace(
-            each, verdict=self.judged(each, DOUBT).verdict or f"{_LATER}: estimated to send no less"
-        )
-        return [done.get(each.options) or rest(each) for each in estimated]
+        return [done.get(each.options) or self._not_compiled(each) for each in estimated]
+
+    def _uncompiled(self, each: Candidate) -> Candidate:
+        """Returns a candidate of a plan for which nothing is compiled."""
+        judged = self.judged(each, 1.0)
+        if each.options.state == "fsdp" and not each.options.pins and not judged.verdict:
+            # What XLA sends is not known before it compiles.
+            return dataclasses.replace(judged, verdict=_UNKNOWN)
+        return judged
+
+    def _likely(self, estimated: list[Candidate], rung: list[Strategy]) -> list[Candidate]:
+        """Returns the candidates that may fit into memory, in the order in which they are
+        compiled: first the one that the estimates select, then by the bytes that they send."""
+        fits = lambda each: not self.memory or each.estimate.peak <= DOUBT * ROOM * self.memory
+        sent = lambda each: each.estimate.ledger.sent + each.estimate.between.sent
+        likely = [each for each in estimated if fits(each)]
+        likely.sort(key=lambda each: (sent(each), rung.index(each.options)))
+        first = _best(likely, self.memory)
+        if first:
+            likely = [first, *(each for each in likely if each is not first)]
+        return likely
+
+    def _needless(self, option: Strategy, done: dict[Strategy, Candidate]) -> bool:
+        """Whether a strategy for many chips, whose compilation takes long, need not be compiled:
+        another one may be selected already, and this one is not its form with or without pins."""
+        if self.chips.count <= FEW or all(each.verdict for each in done.values()):
+            return False
+        return option._replace(pins=not option.pins) not in done
+
+    def _not_compiled(self, each: Candidate) -> Candidate:
+        verdict = self.judged(each, DOUBT).verdict or f"{_LATER}: estimated to send no less"
+        return dataclasses.replace(each, verdict=verdict)
 
     def judged(self, each: Candidate, doubt: float) -> Candidate:
+        verdict = ""
         if each.compiled and each.compiled.peak is None:
-            return dataclasses.replace(
-                each, verdict=f"rejected by the compiler: {each.compiled.said}"
-            )
-        if self.memory and each.peak > doubt * ROOM * self.memory:
-            return dataclasses.replace(
-                each,
-                verdict=f"rejected: needs more than {ROOM:.0%} of {self.memory / 2**30:.1f} GiB",
-            )
-        return each
+            verdict = f"rejected by the compiler: {each.compiled.said}"
+        elif self.memory and each.peak > doubt * ROOM * self.memory:
+            verdict = f"rejected: needs more than {ROOM:.0%} of {self.memory / 2**30:.1f} GiB"
+        return dataclasses.replace(each, verdict=verdict) if verdict else each
 
     @functools.lru_cache(None)  # noqa: B019
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
@@ -371,29 +362,30 @@ class Drafts:
         memory, and the smallest number that does not fit. If all or none of the tried numbers fit,
         the search extrapolates from two of these numbers.
         """
+        given = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
 
-        def peak(rows):
-            resized = lambda x: jax.ShapeDtypeStruct(
-                (rows * x.shape[0] // given, *x.shape[1:]), x.dtype
-            )
-            batch = jax.tree.map(lambda x: resized(x) if x.ndim else x, self.batch)
-            return _estimated(
-                self.plan(option), self.traced.resized(option, batch), self.state, batch
-            ).peak
+        def resized(x: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
+            if not x.ndim:
+                return x
+            return jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
+
+        def peak(rows: int) -> float:
+            batch = jax.tree.map(lambda x: resized(x, rows), self.batch)
+            program = self.traced.resized(option, batch)
+            return _estimated(self.plan(option), program, self.state, batch).peak
 
         room = ROOM * self.memory
-        given = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
         unit = option.microbatches * self.chips.count
         first = max(2, given) * option.microbatches
         tried = {rows: peak(rows) for rows in (first, 2 * first)}
         for _ in range(8):
-            below = sorted((n for n in tried if tried[n] <= room), reverse=True)
-            above = sorted(n for n in tried if tried[n] > room)
+            below = sorted((rows for rows in tried if tried[rows] <= room), reverse=True)
+            above = sorted(rows for rows in tried if tried[rows] > room)
             if below and tried[below[0]] > 0.98 * room:
                 break
             a, b = (below[0], above[0]) if below and above else (below or above)[:2]
-            each = max(1.0, (tried[b] - tried[a]) / (b - a))
-            guess = max(1, int(a + (room - tried[a]) / each) // unit) * unit
+            bytes_per_row = max(1.0, (tried[b] - tried[a]) / (b - a))
+            guess = max(1, int(a + (room - tried[a]) / bytes_per_row) // unit) * unit
             if guess in tried:
                 break
             tried[guess] = peak(guess)
@@ -475,6 +467,12 @@ def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
         (each for each in close if not memory or each.peak <= memory / 2),
         min(close, key=lambda each: each.peak),
     )
+
+
+def _mispredicted(each: Candidate) -> bool:
+    """Whether a compiled program has arguments of another size than estimated."""
+    assert each.compiled is not None
+    return each.compiled.peak is not None and each.arguments != each.compiled.arguments
 
 
 def _sent(each: Candidate) -> float:
