@@ -111,39 +111,42 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, wher
         checkpoint. The message lists the differences.
     """
     old, new = before.get("config"), now["config"]
-    data = _differences(before.get("data") or {}, now["data"], "the data's ")
-    data += _differences(before.get("step") or {}, now.get("step") or {}, "the population's ")
+    differences = []
+    if new is not None and old is not None:
+        differences += _differing_fields(old, new, config)
+    differences += _differences(before.get("data") or {}, now["data"], "the data's ")
+    differences += _differences(
+        before.get("step") or {}, now.get("step") or {}, "the population's "
+    )
     if now["steps"] < before.get("steps", 0):
-        data.append(
+        differences.append(
             f"steps was {before['steps']}, is {now['steps']}, and a run is only ever made longer"
         )
-    if new is not None and old is not None:
-        fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-        free = {*LENGTHS, *(field.name for field in fields if not field.compare)}
-        old, new = (
-            {name: value for name, value in each.items() if name not in free} for each in (old, new)
-        )
-        data = (
-            _missing(old, new, {field.name: field.default for field in fields})
-            + _differences(old, new)
-            + data
-        )
-    if new is not None and data:
+    if new is not None and differences:
         raise ConfigError(
-            f"{where} holds a run with another configuration ({'; '.join(data)}): use the old "
-            "values, choose another workdir, or restart"
+            f"{where} holds a run with another configuration ({'; '.join(differences)}): use the "
+            "old values, choose another workdir, or restart"
         )
     if new is None or old is None:
         which = "this call" if new is None else "the checkpoint"
-        changed = f"{'; '.join(data)}. " if data else ""
+        changed = f"{'; '.join(differences)}. " if differences else ""
         warnings.warn(
             f"{where}: {changed}{which} has no config=, so the model, the optimizer and their "
             "hyperparameters cannot be compared with those of the saved run. Pass fit(..., "
-            "config=) "
-            "each time",
+            "config=) each time",
             ResumeWarning,
             stacklevel=5,
         )
+
+
+def _differing_fields(old: Mapping, new: Mapping, config: Any) -> list[str]:
+    """Returns the differences between two configs, except fields that a resumed run may change."""
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    free = {*LENGTHS, *(field.name for field in fields if not field.compare)}
+    old = {name: value for name, value in old.items() if name not in free}
+    new = {name: value for name, value in new.items() if name not in free}
+    defaults = {field.name: field.default for field in fields}
+    return [*_missing(old, new, defaults), *_differences(old, new)]
 
 
 def same_json(a: Any, b: Any) -> bool:

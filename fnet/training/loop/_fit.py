@@ -222,14 +222,7 @@ def fit(
         raise TypeError(
             f"fit(..., on_step=): expected a function of a StepEnd, or several; got {on_step!r}"
         )
-    for name, value, kind in (
-        ("progress", progress, Progress),
-        ("early_stop", early_stop, EarlyStop),
-        ("best", best, str),
-        ("plan", plan, Plan),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"fit(..., {name}=): expected {kind.__name__}, got {value!r}")
+    _check_types(progress=progress, early_stop=early_stop, best=best, plan=plan)
     steps, every, log_every, save_every, keep_every = _counts(
         state,
         steps=steps,
@@ -253,6 +246,7 @@ def fit(
     notes = as_dict({} if notes is None else notes, "notes")
     if profile_steps is not None:
         _profiling.check(profile_steps, total=steps, workdir=workdir, jit=jit)
+
     with contextlib.ExitStack() as stack:
         if not jit:
             stack.enter_context(jax.disable_jit())
@@ -302,36 +296,16 @@ def fit(
         run, reports = loop.run, loop.reports
         if checkpoints is not None:
             stack.enter_context(checkpoints)
-            # With several processes, each one may have rows of its own.
-            sample = loop.feed.example if loop.spread.alone else None
-            begun_with = {
-                "config": configured,
-                "steps": steps,
-                "data": identity(batches, run.at, sample),
-            }
-            if loop.spread.alone and hasattr(step, "identity"):
-                # A population, whose hyperparameters are in the state.
-                begun_with["step"] = step.identity(run.state, loop.feed.shapes())
+            begun_with = {"config": configured, "steps": steps, **_identities(loop, step, batches)}
             _begin(run, seen, workdir, begun_with, config, restart=restart)
-            if profile_steps is not None and jax.process_index() == 0:
-                loop.program.profiled = _profiling.Profiling(
-                    profile_steps, location(workdir), run=run, reports=reports
-                )
-                stack.callback(loop.program.profiled.close)
             if jax.process_index() == 0:
-
-                def logs():
-                    again = []  # what a resumed run writes once more
-                    if run.loop["due"]:
-                        again += options.evaluate
-                    if run.unlogged:
-                        again += [f"train/{name}" for name in run.zeros]
-                    logger = Logger(workdir, step=run.at, tensorboard=tensorboard, again=again)
-                    logger.hyperparameters = configured
-                    logger.compared = sorted(options.watched())
-                    return logger
-
-                reports.open, reports.logger = logs, logs()
+                if profile_steps is not None:
+                    loop.program.profiled = _profiling.Profiling(
+                        profile_steps, location(workdir), run=run, reports=reports
+                    )
+                    stack.callback(loop.program.profiled.close)
+                reports.open = lambda: _logger(loop, workdir, configured, tensorboard=tensorboard)
+                reports.logger = reports.open()
                 reports.note(run.at, f"began at step {run.at} of {steps}")
                 stack.callback(reports.close_logger)
         try:
@@ -343,6 +317,39 @@ def fit(
         state = _best(run) if restore_best else run.state
         reports.note(run.at, f"finished at step {run.at}")
         return state
+
+
+def _identities(loop: Loop, step: Callable, batches: Any) -> dict[str, Any]:
+    """Returns what identifies the data of a run and, for a population, its step. A run is resumed
+    only with the same."""
+    # With several processes, each one may have rows of its own.
+    sample = loop.feed.example if loop.spread.alone else None
+    identities = {"data": identity(batches, loop.run.at, sample)}
+    if loop.spread.alone and hasattr(step, "identity"):
+        # A population, whose hyperparameters are in the state.
+        identities["step"] = step.identity(loop.run.state, loop.feed.shapes())
+    return identities
+
+
+def _logger(loop: Loop, workdir: Any, config: Any, *, tensorboard: bool) -> Logger:
+    """Opens the logs of a run at its step."""
+    run, options = loop.run, loop.options
+    again = []  # what a resumed run writes once more
+    if run.loop["due"]:
+        again += options.evaluate
+    if run.unlogged:
+        again += [f"train/{name}" for name in run.zeros]
+    logger = Logger(workdir, step=run.at, tensorboard=tensorboard, again=again)
+    logger.hyperparameters = config
+    logger.compared = sorted(options.watched())
+    return logger
+
+
+def _check_types(**values: Any) -> None:
+    kinds = {"progress": Progress, "early_stop": EarlyStop, "best": str, "plan": Plan}
+    for name, value in values.items():
+        if value is not None and not isinstance(value, kinds[name]):
+            raise TypeError(f"fit(..., {name}=): expected {kinds[name].__name__}, got {value!r}")
 
 
 def _check_functions(step, batches, state, evaluate):

@@ -99,45 +99,54 @@ def _needs(step, state, batch, plan, memory, largest) -> list[str]:
     fits. Adds to the list `largest` the largest activations that are live when the memory use is at
     its peak."""
     rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
-    unit = (
-        1
-        if plan is None
-        else plan.options.microbatches * math.prod(plan.mesh.shape[name] for name in plan.axes)
-    )
-    estimated = lambda rows_: _estimated(step, state, _resized(batch, rows, rows_), plan)
-    found = estimated(rows)
-    largest += [
-        (held.bytes, f"{held.what}{f', {held.line}' if held.line else ''} (estimated)")
-        for held in found.largest
-        if held.line != "an argument"
-    ]
-    where = "each device" if plan else "the device"
-    has = f", and {where} has {_gib(memory)}" if memory else ""
-    lines = [
-        f"  the step needs {_gib(found.peak)}{' on each device' if plan else ''} (estimated){has}"
-    ]
+    unit = 1  # a batch has a multiple of so many rows
+    if plan is not None:
+        devices = math.prod(plan.mesh.shape[name] for name in plan.axes)
+        unit = plan.options.microbatches * devices
+
+    def estimated(number: int) -> Estimate:
+        return _estimated(step, state, _resized(batch, rows, number), plan)
+
+    need = estimated(rows)
+    for held in need.largest:
+        if held.line != "an argument":
+            line = f", {held.line}" if held.line else ""
+            largest.append((held.bytes, f"{held.what}{line} (estimated)"))
+    needs = f"  the step needs {_gib(need.peak)}{' on each device' if plan else ''} (estimated)"
+    if memory:
+        needs += f", and {'each device' if plan else 'the device'} has {_gib(memory)}"
     if not memory or rows < 2 * unit or rows % unit:
-        return lines
-    room = ROOM * memory
-    if found.peak <= room:
-        return [*lines, "  which would fit: other arrays or programs hold memory of the device"]
-    fits, fails, needs = 0, rows // unit, {rows // unit: found.peak}
+        return [needs]
+    if need.peak <= ROOM * memory:
+        return [needs, "  which would fit: other arrays or programs hold memory of the device"]
+
+    peak = lambda units: estimated(units * unit).peak
+    fits = unit * _most_that_fit(peak, rows // unit, need.peak, ROOM * memory)
+    if fits:
+        which = f"{fits} (estimated{f', a multiple of {unit}' if unit > 1 else ''})"
+    else:
+        which = f"none: not even a batch of {unit} fits (estimated)"
+    return [needs, f"  the largest batch that fits: {which}; this batch has {rows}"]
+
+
+def _most_that_fit(peak: Callable[[int], int], fails: int, at_fails: int, room: float) -> int:
+    """Returns the largest n below `fails` with `peak(n)` <= `room`, or a number that is nearly as
+    large. Peak memory is roughly linear in n, so each guess is where a line through two known
+    points reaches `room`."""
+    fits, known = 0, {fails: at_fails}
     guess = fails // 2
     for _ in range(_GUESSES):
-        needs[guess] = peak = estimated(guess * unit).peak
-        fits, fails = (guess, fails) if peak <= room else (fits, guess)
-        if fails - fits <= 1 or peak > 0.97 * room >= 0.97 * peak:
+        known[guess] = at_guess = peak(guess)
+        if at_guess <= room:
+            fits = guess
+        else:
+            fails = guess
+        if fails - fits <= 1 or at_guess > 0.97 * room >= 0.97 * at_guess:
             break
-        (low, at_low), (high, at_high) = sorted(needs.items())[:2]
+        (low, at_low), (high, at_high) = sorted(known.items())[:2]
         slope = max(1.0, (at_high - at_low) / (high - low))
         guess = min(max(int(low + (room - at_low) / slope), fits + 1), fails - 1)
-    multiple = f", a multiple of {unit}" if unit > 1 else ""
-    which = (
-        f"{fits * unit} (estimated{multiple})"
-        if fits
-        else f"none: not even a batch of {unit} fits (estimated)"
-    )
-    return [*lines, f"  the largest batch that fits: {which}; this batch has {rows}"]
+    return fits
 
 
 def _estimated(step, state, batch, plan) -> Estimate:
