@@ -217,56 +217,66 @@ def advise(
             raise TypeError(f"advise: expected formats such as compress.Int8(); got {format!r}")
     here = hw.detect()
     chip = here if chip is None else hw.detect(chip)
-    arrays = not any(
-        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((params, args))
-    )
+    leaves = jax.tree.leaves((params, args))
+    arrays = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     if measure and not arrays:
         raise ValueError(
             "advise: measure=True needs arrays, got jax.ShapeDtypeStructs; pass arrays, or "
             "measure=False"
         )
-    measure = (
-        arrays and (chip.name, chip.kind) == (here.name, here.kind) if measure is None else measure
-    )
+    if measure is None:
+        measure = arrays and (chip.name, chip.kind) == (here.name, here.kind)
     found, f = products(f, params, *args), use_implicit_arrays(f)
     if not found:
         raise ValueError(
             "advise: the function has no product with a kernel or a table among its parameters"
         )
+
     named = {label(format): format for format in formats}
-    times: dict[tuple[int, str], float] = {}  # {(index of a product, format): seconds}
-    for group in grouped(found):
-        candidates = {
-            name: made
-            for name, format in named.items()
-            if (made := _fitted(format, group[0])) is not None
-        }
-        seconds = (
-            _probed(group[0], candidates, returned=found[-1] in group)
-            if measure
-            else _estimated(group[0], candidates, chip)
-        )
-        for product in group:
-            times |= {
-                (found.index(product), name): product.count * each for name, each in seconds.items()
-            }
-    leaves, used = leaves_by_path(params), by_parameter(found)
-    table = lambda: [
-        _row(path, leaves[path], of_path, named, found, times, chip)
-        for path, of_path in used.items()
-    ]
-    rows = table()
+    times = _times(found, named, chip, measure=measure)
+    rows = _rows(params, named, found, times, chip)
     if measure:
+        # The times of single products are scaled until they explain the times of the function.
         before, factors = _measured(f, params, args, rows, named, found)
-        times = {
-            (i, name): seconds * factors.get((found[i].path, name), 1)
-            for (i, name), seconds in times.items()
-        }
-        rows = table()
+        for i, name in times:
+            times[i, name] *= factors.get((found[i].path, name), 1)
+        rows = _rows(params, named, found, times, chip)
+    elif any(_ORIGINAL not in row.seconds for row in rows):
+        before = None
     else:
         before = cost.roofline(f, params, *args, chip=chip, measure=False).total.seconds
-        before = None if any(_ORIGINAL not in row.seconds for row in rows) else before
     return Advice(chip, bool(measure), tuple(rows), named, before)
+
+
+def _times(
+    found: list[Product], named: Mapping[str, Format], chip: hw.Chip, *, measure: bool
+) -> dict[tuple[int, str], float]:
+    """Returns {(index of a product, label of a format): seconds}, measured or estimated. Equal
+    products are measured once."""
+    times: dict[tuple[int, str], float] = {}
+    for group in grouped(found):
+        first = group[0]
+        candidates = {}
+        for name, format in named.items():
+            fitted = _fitted(format, first)
+            if fitted is not None:
+                candidates[name] = fitted
+        if measure:
+            seconds = _probed(first, candidates, returned=found[-1] in group)
+        else:
+            seconds = _estimated(first, candidates, chip)
+        for product in group:
+            for name, each in seconds.items():
+                times[found.index(product), name] = product.count * each
+    return times
+
+
+def _rows(params, named, found, times, chip) -> list[Advised]:
+    leaves = leaves_by_path(params)
+    return [
+        _row(path, leaves[path], of_path, named, found, times, chip)
+        for path, of_path in by_parameter(found).items()
+    ]
 
 
 def label(format: Format) -> str:

@@ -94,66 +94,62 @@ def prune(
             f"every={every}"
         )
 
-    for pattern, sparsity in rules.items() if isinstance(rules, Mapping) else ():
-        if not isinstance(sparsity, float) or not 0 < sparsity < 1:
-            raise ValueError(
-                f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}"
-            )
-
-    def patterns(params) -> list[str | None]:
-        """Returns for each leaf the pattern that applies to it, or None. An implicit array (such as
-        a quantized array) can be pruned only if it is a `FakeQuantized`. In a `FakeQuantized`, only
-        the leaf `values` can be pruned."""
-        paths = []
-        for path, leaf in jax.tree.leaves_with_path(params, is_implicit):
-            name = keystr(path, simple=True, separator="/") if is_kernel(path, leaf) else ""
-            if is_implicit(leaf):
-                paths += [
-                    name if isinstance(leaf, FakeQuantized) and below is leaf.values else ""
-                    for below in jax.tree.leaves(leaf)
-                ]
-            else:
-                paths.append(name)
-        first = matching("prune", rules, list(filter(None, paths)), "kernel or table")
-        return [first.get(path) for path in paths]
+    if isinstance(rules, Mapping):
+        for pattern, sparsity in rules.items():
+            if not isinstance(sparsity, float) or not 0 < sparsity < 1:
+                raise ValueError(
+                    f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}"
+                )
 
     def init(params):
-        masks = [
-            optax.MaskedNode() if pattern is None else jnp.ones(x.shape, bool)
-            for x, pattern in zip(jax.tree.leaves(params), patterns(params))
-        ]
-        return PruneState(
-            jnp.zeros((), jnp.int32), jax.tree.unflatten(jax.tree.structure(params), masks)
-        )
+        masks = []
+        for x, pattern in zip(jax.tree.leaves(params), _patterns(params, rules)):
+            masks.append(optax.MaskedNode() if pattern is None else jnp.ones(x.shape, bool))
+        tree = jax.tree.unflatten(jax.tree.structure(params), masks)
+        return PruneState(jnp.zeros((), jnp.int32), tree)
 
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("prune: expected the parameters: tx.update(gradients, state, params)")
         leaves, structure = jax.tree.flatten(updates)
-        named = [
-            (i, x, pattern)
-            for i, (x, pattern) in enumerate(zip(jax.tree.leaves(params), patterns(params)))
-            if pattern is not None
-        ]
+        values, patterns = jax.tree.leaves(params), _patterns(params, rules)
+        pruned = [i for i, pattern in enumerate(patterns) if pattern is not None]
         masks, mask_structure = jax.tree.flatten(state.masks)
-        sizes = [
-            jnp.where(mask, jnp.abs(x + leaves[i].astype(x.dtype)), 0)
-            for (i, x, _), mask in zip(named, masks)
-        ]
-        names = [pattern for *_, pattern in named]
+
+        sizes = []  # magnitudes after the update, 0 where a parameter is pruned already
+        for i, mask in zip(pruned, masks):
+            x = values[i]
+            sizes.append(jnp.where(mask, jnp.abs(x + leaves[i].astype(x.dtype)), 0))
+        names = [patterns[i] for i in pruned]
         masks = jax.lax.cond(
             _due(state.count, begin, end, every),
             lambda: _select(sizes, names, rules, _progress(state.count, begin, end), jointly),
             lambda: masks,
         )
-        for (i, x, _), mask in zip(named, masks):
-            leaves[i] = jnp.where(mask, leaves[i], -x.astype(leaves[i].dtype))
-        return (
-            jax.tree.unflatten(structure, leaves),
-            PruneState(state.count + 1, jax.tree.unflatten(mask_structure, masks)),
-        )
+        for i, mask in zip(pruned, masks):
+            to_zero = -values[i].astype(leaves[i].dtype)
+            leaves[i] = jnp.where(mask, leaves[i], to_zero)
+        new_state = PruneState(state.count + 1, jax.tree.unflatten(mask_structure, masks))
+        return jax.tree.unflatten(structure, leaves), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _patterns(params, rules) -> list[str | None]:
+    """Returns for each leaf the pattern that applies to it, or None. An implicit array (such as
+    a quantized array) can be pruned only if it is a `FakeQuantized`. In a `FakeQuantized`, only
+    the leaf `values` can be pruned."""
+    paths = []  # "" for a leaf that cannot be pruned
+    for path, leaf in jax.tree.leaves_with_path(params, is_implicit):
+        name = keystr(path, simple=True, separator="/") if is_kernel(path, leaf) else ""
+        if not is_implicit(leaf):
+            paths.append(name)
+            continue
+        for below in jax.tree.leaves(leaf):
+            prunable = isinstance(leaf, FakeQuantized) and below is leaf.values
+            paths.append(name if prunable else "")
+    first = matching("prune", rules, list(filter(None, paths)), "kernel or table")
+    return [first.get(path) for path in paths]
 
 
 def _due(count, begin, end, every):
