@@ -80,57 +80,49 @@ class Ranges:
         counted to."""
         extents = self._extents(body, dict(extents))
         for operation, ins, outs, options, _ in reversed(body["equations"]):
-            integers = [a for a in ins if isinstance(a, int) and self._kind(a) in "iu"]
+            integers = [a for a in ins if self._is_integer_value(a)]
             if operation in ("gather", "scatter"):
-                self._indexes(ins[1], [self._shape(ins[0])[axis] for axis in options["indexed"]])
+                shape = self._shape(ins[0])
+                self._indexes(ins[1], [shape[axis] for axis in options["indexed"]])
             elif operation in ("dynamic_slice", "dynamic_update_slice"):
-                for a, n in zip(
-                    ins[1 if operation == "dynamic_slice" else 2 :], self._shape(ins[0])
-                ):
-                    self._indexes(a, [n])
-            elif (
-                operation in ("select", "cond")
-                and isinstance(ins[0], int)
-                and self._kind(ins[0]) in "iu"
-            ):
-                self._indexes(
-                    ins[0], [len(ins) - 1 if operation == "select" else len(options["branches"])]
-                )
+                first = 1 if operation == "dynamic_slice" else 2
+                for start, size in zip(ins[first:], self._shape(ins[0])):
+                    self._indexes(start, [size])
+            elif operation == "select" and ins[0] in integers:
+                self._indexes(ins[0], [len(ins) - 1])
+            elif operation == "cond" and ins[0] in integers:
+                self._indexes(ins[0], [len(options["branches"])])
             elif operation in ("div", "rem") and self._kind(ins[0]) in "iu":
-                self.divides = self.divides or isinstance(ins[1], int)
                 if isinstance(ins[1], int):
-                    self._use(ins[1]).divides = True
-            elif (
-                operation == "convert"
-                and self._kind(ins[0]) in "fV"
-                and self._kind(outs[0]) in "iu"
-            ):
-                self.casts = True
+                    self.divides = self._use(ins[1]).divides = True
+            elif operation == "convert":
+                rounds = self._kind(ins[0]) in "fV" and self._kind(outs[0]) in "iu"
+                self.casts = self.casts or rounds
             elif operation == "while":
                 self.loops = True
+
             if operation in _COMPARISONS or operation in ("add", "sub"):
                 for a, other in (ins, ins[::-1]):
-                    if (
-                        isinstance(a, int)
-                        and a in integers
-                        and isinstance(other, int)
-                        and other in extents
-                    ):
+                    if a in integers and isinstance(other, int) and other in extents:
                         self._use(a).limits |= extents[other]
             if operation in _PASSING:
                 for use in [self.uses[v] for v in outs if v in self.uses]:
                     for a in integers:
                         self._join(a, use)
             for inner, given in _bodies(operation, ins, options):
-                known = {
-                    v: extents[a]
-                    for v, a in zip(inner["inputs"], given)
-                    if isinstance(a, int) and a in extents
-                }
-                self._body(inner, known)
-                for v, a in zip(inner["inputs"], given):
-                    if isinstance(a, int) and v in self.uses:
-                        self._join(a, self.uses[v])
+                self._inner(inner, given, extents)
+
+    def _inner(self, body, given, extents):
+        """Reads the body of a loop or branch whose inputs are the values `given`."""
+        values = [(v, a) for v, a in zip(body["inputs"], given) if isinstance(a, int)]
+        self._body(body, {v: extents[a] for v, a in values if a in extents})
+        for v, a in values:
+            if v in self.uses:
+                self._join(a, self.uses[v])
+
+    def _is_integer_value(self, a) -> bool:
+        """Whether an operand is a value of the program, not a constant, and has an integer dtype."""
+        return isinstance(a, int) and self._kind(a) in "iu"
 
     def _extents(self, body, extents):
         for operation, ins, outs, options, _ in body["equations"]:

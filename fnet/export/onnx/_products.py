@@ -286,39 +286,27 @@ def _indices(e, shape, sizes, dropped):
     axis.
     """
     options, indices = e.options, e.x(1)
-    (_, index_shape), batch = e.in_types[1], len(e.in_types[1][1]) - 1
-    windows = [
-        a
-        for a in range(len(shape))
-        if a not in dropped
-        and a not in options["batch"]
-        and not same(sizes[a], shape[a])
-        and sizes[a] != 1
-    ]
-    flat, parts, inside = batch + len(windows), [], None
-    axes = sorted(
-        {
-            *options["batch"],
-            *windows,
-            *(a for a in options["indexed"] if not same(sizes[a], shape[a]) or sizes[a] == 1),
-        }
-    )
+    index_dtype, index_shape = e.in_types[1]
+    batch = len(index_shape) - 1
+    partial = [a for a in range(len(shape)) if not same(sizes[a], shape[a])]
+    apart = {*dropped, *options["batch"]}
+    windows = [a for a in partial if a not in apart and sizes[a] != 1]
+    selected = [a for a in options["indexed"] if a in partial or sizes[a] == 1]
+    axes = sorted({*options["batch"], *windows, *selected})
+    flat = batch + len(windows)
     where = [*index_shape[:-1], *(sizes[a] for a in windows)]
+
+    parts, inside = [], None
     for a in axes:
         if a in options["indexed"]:
-            start = e.g.op(
-                "Gather", indices, e.g.constant(options["indexed"].index(a), INT64), axis=-1
-            )
-            start = index(e, start, e.in_types[1][0])
+            column = e.g.constant(options["indexed"].index(a), INT64)
+            start = index(e, e.g.op("Gather", indices, column, axis=-1), index_dtype)
             last = e.g.op("Sub", e.g.size(shape[a]), e.g.size(sizes[a]))
-            ok = e.g.op(
-                "And",
-                e.g.op("GreaterOrEqual", start, e.g.integers(0)),
-                e.g.op("LessOrEqual", start, last),
-            )
+            ok = _between(e, start, last)
             inside = ok if inside is None else e.g.op("And", inside, ok)
             start = e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
-            start = e.g.unsqueeze(start, *range(batch, flat)) if windows and batch else start
+            if windows and batch:
+                start = e.g.unsqueeze(start, *range(batch, flat))
         elif a in options["batch"]:
             along = options["index_batch"][options["batch"].index(a)]
             start = _range(e, shape[a], along, flat)
@@ -326,82 +314,90 @@ def _indices(e, shape, sizes, dropped):
             start = e.g.integers(0)
         if a in windows:
             start = e.g.op("Add", start, _range(e, sizes[a], batch + windows.index(a), flat))
-        parts.append(
-            e.g.unsqueeze(
-                e.g.expand(start, where) if where else e.g.op("Squeeze", start), len(where)
-            )
-        )
+        start = e.g.expand(start, where) if where else e.g.op("Squeeze", start)
+        parts.append(e.g.unsqueeze(start, len(where)))
     if inside is not None and not batch:
         inside = e.g.op("Squeeze", inside)
     if inside is not None and windows:
         inside = e.g.unsqueeze(inside, *range(batch, flat))
-    return e.g.op("Concat", *parts, axis=-1) if len(parts) > 1 else parts[0], inside, axes, windows
+    together = e.g.op("Concat", *parts, axis=-1) if len(parts) > 1 else parts[0]
+    return together, inside, axes, windows
+
+
+def _between(e, x, last):
+    """Returns a Boolean array: whether 0 <= x <= last."""
+    return e.g.op(
+        "And",
+        e.g.op("GreaterOrEqual", x, e.g.integers(0)),
+        e.g.op("LessOrEqual", x, last),
+    )
 
 
 def _range(e, n, axis, rank):
     """Returns the integers 0, 1, ..., n - 1 along one axis of an array with `rank` axes. The other
     axes of the array have size 1."""
-    numbers = (
-        e.g.constant(np.arange(n), INT64)
-        if isinstance(n, int)
-        else e.g.op(
-            "Range", e.g.constant(0, INT64), e.g.op("Squeeze", e.g.size(n)), e.g.constant(1, INT64)
-        )
-    )
+    if isinstance(n, int):
+        numbers = e.g.constant(np.arange(n), INT64)
+    else:
+        zero, one = e.g.constant(0, INT64), e.g.constant(1, INT64)
+        numbers = e.g.op("Range", zero, e.g.op("Squeeze", e.g.size(n)), one)
     return e.g.reshape(numbers, [n], [n if i == axis else 1 for i in range(rank)])
 
 
 def gather(e):
-    options, (_, shape) = e.options, e.in_types[0]
+    options, (_, shape), batch = e.options, e.in_types[0], e.in_types[1][1][:-1]
     sizes, offset = options["sizes"], options["offset"]
-    batch = e.in_types[1][1][:-1]
-    indexed = options["indexed"]
-    x = e.x(0)
-    if (
-        len(indexed) == 1
-        and options["collapsed"] == indexed
-        and not options["batch"]
-        and all(same(sizes[a], n) for a, n in enumerate(shape) if a != indexed[0])
-    ):
-        axis = indexed[0]  # rows of one axis, such as embeddings
-        last = e.g.op("Sub", e.g.size(shape[axis]), e.g.integers(1))
-        row = index(e, e.g.reshape(e.x(1), e.in_types[1][1], batch), e.in_types[1][0])
-        inside = e.g.op(
-            "And", e.g.op("GreaterOrEqual", row, e.g.integers(0)), e.g.op("LessOrEqual", row, last)
-        )
-        row = e.g.op("Max", e.g.op("Min", row, last), e.g.integers(0))
-        y, windows = e.g.op("Gather", x, row if batch else e.g.reshape(row, [1], []), axis=axis), []
+    # An axis of the result is named by the axis of x from which it comes, or ("b", i) for axis i
+    # of the batch of indices.
+    batch_axes = [("b", i) for i in range(len(batch))]
+    if _takes_rows(e):
+        (axis,) = options["indexed"]
+        y, inside = _rows(e, axis, shape, batch)
+        windows = []
         rest = [a for a in range(len(shape)) if a != axis]
-        order = [*rest[:axis], *(("b", i) for i in range(len(batch))), *rest[axis:]]
+        order = [*rest[:axis], *batch_axes, *rest[axis:]]
     else:
         indices, inside, axes, windows = _indices(e, shape, sizes, options["collapsed"])
         rest = [a for a in range(len(shape)) if a not in axes]
-        y = e.g.op("GatherND", e.g.transpose(x, [*axes, *rest]), indices)
-        order = [*(("b", i) for i in range(len(batch))), *windows, *rest]
-    kept = [
-        a for a in range(len(shape)) if a not in options["collapsed"] and a not in options["batch"]
-    ]
-    free, wanted = iter(range(len(batch))), []
-    for i in range(len(e.shape)):
-        wanted.append(kept[offset.index(i)] if i in offset else ("b", next(free)))
-    present = [a for a in wanted if a in order]  # the others are indexed windows of size 1
+        y = e.g.op("GatherND", e.g.transpose(e.x(0), [*axes, *rest]), indices)
+        order = [*batch_axes, *windows, *rest]
+
     if options["fill"] is not None and inside is not None:
-        mask = order[0] if order else None
-        place = [order.index(("b", i)) for i in range(len(batch))]
-        count = len(order)
-        mask = (
-            e.g.reshape(
-                inside,
-                [*batch, *[1] * len(windows)],
-                [batch[place.index(i)] if i in place else 1 for i in range(count)],
-            )
-            if batch
-            else inside
-        )
+        mask = inside
+        if batch:
+            lengths = [batch[a[1]] if a in batch_axes else 1 for a in order]
+            mask = e.g.reshape(inside, [*batch, *[1] * len(windows)], lengths)
         y = chosen(e, e.g.opposite(mask), e.number(options["fill"]), y)
+
+    apart = {*options["collapsed"], *options["batch"]}
+    kept = [a for a in range(len(shape)) if a not in apart]
+    free = iter(batch_axes)
+    wanted = [kept[offset.index(i)] if i in offset else next(free) for i in range(len(e.shape))]
+    present = [a for a in wanted if a in order]  # the others are indexed windows of size 1
     y = e.g.transpose(y, [order.index(a) for a in present])
-    sizes_of = {a: sizes[a] for a in kept} | {("b", i): n for i, n in enumerate(batch)}
+    sizes_of = {a: sizes[a] for a in kept} | dict(zip(batch_axes, batch))
     return [e.g.reshape(y, [sizes_of[a] for a in present], e.shape)]
+
+
+def _takes_rows(e) -> bool:
+    """Whether a gather selects whole rows of one axis, such as embeddings."""
+    options, (_, shape) = e.options, e.in_types[0]
+    indexed = options["indexed"]
+    if len(indexed) != 1 or options["collapsed"] != indexed or options["batch"]:
+        return False
+    return all(same(options["sizes"][a], n) for a, n in enumerate(shape) if a != indexed[0])
+
+
+def _rows(e, axis, shape, batch):
+    """Returns the rows of a gather that selects whole rows, and which of the indices are in range."""
+    x = e.x(0)
+    index_dtype, index_shape = e.in_types[1]
+    last = e.g.op("Sub", e.g.size(shape[axis]), e.g.integers(1))
+    row = index(e, e.g.reshape(e.x(1), index_shape, batch), index_dtype)
+    inside = _between(e, row, last)
+    row = e.g.op("Max", e.g.op("Min", row, last), e.g.integers(0))
+    y = e.g.op("Gather", x, row if batch else e.g.reshape(row, [1], []), axis=axis)
+    return y, inside
 
 
 def scatter(e):

@@ -79,34 +79,29 @@ def _becomes_nan(e) -> bool:
     source, axes = e.ins[0], set(e.options["axes"])
     maxima, some, every = {e.outs[0]}, set(), set()
     for operation, ins, outs, options, _ in e.equations:
-        used = [a for a in ins if isinstance(a, int) and a in maxima | some | every]
-        if not used or (
-            all(a in every for a in used)
-            and operation in _PASSING | {"broadcast", "reshape", "log"}
-        ):
-            every.update(outs if used else ())
+        used = {a for a in ins if isinstance(a, int)} & (maxima | some | every)
+        if not used:
+            continue
+        if used <= every and operation in _PASSING | {"broadcast", "reshape", "log"}:
+            every.update(outs)
         elif operation in ("broadcast", "reshape") and ins[0] in maxima:
             maxima.update(outs)
-        elif (
-            operation == "max"
-            and len(used) == 1
-            and used[0] in maxima
-            and ["float32", "-inf"] in ins
-        ):
-            maxima.update(outs)
+        elif operation == "max" and ["float32", "-inf"] in ins and used <= maxima:
+            maxima.update(outs)  # max(m, -inf) is m
         elif operation == "sub" and ins[0] == source and ins[1] in maxima:
             some.update(outs)
-        elif any(a in maxima for a in used):
+        elif used & maxima:
             return False
         elif operation == "reduce_sum" and set(options["axes"]) == axes:
             every.update(outs)
-        elif operation in _PASSING and any(a in every for a in used):
+        elif operation in _PASSING and used & every:
             every.update(outs)
         elif operation in ("exp", "convert"):
             some.update(outs)
         else:
             return False
-    return not (maxima | some) & {a for a in e.body_outputs if isinstance(a, int)}
+    results = {a for a in e.body_outputs if isinstance(a, int)}
+    return results.isdisjoint(maxima | some)
 
 
 def reduce_sum(e):
@@ -115,32 +110,41 @@ def reduce_sum(e):
         return [x]
     if e.dtype.kind != "f":
         return [_integer_sum(e, x)]
-    plain = lambda x: e.g.op("ReduceSum", x, e.g.integers(*axes), keepdims=0)
     sizes = [shape[axis] for axis in axes]
     count = product(sizes)
     last = [axis for axis, n in enumerate(shape) if n != 1 or axis in axes][-len(axes) :]
     limit = _CONTIGUOUS if sorted(axes) == last else _BLOCK
-    if e.dtype == np.float64 or (isinstance(count, int) and count <= limit):
-        return [plain(x)]
+    known = isinstance(count, int)
+
+    def plain(x):
+        return e.g.op("ReduceSum", x, e.g.integers(*axes), keepdims=0)
 
     def exact():
         return [e.g.cast(plain(e.g.cast(x, np.float64)), e.dtype)]
 
-    if not isinstance(count, int):
+    if e.dtype == np.float64 or (known and count <= limit):
+        return [plain(x)]
+    if not known:
         long = e.g.op("Greater", e.g.op("Squeeze", e.g.size(count)), e.g.constant(limit, INT64))
         return e.branch(long, exact, lambda: [plain(x)])
     factors = [_factors(n) for n in sizes]
     if e.dtype != np.float32 or any(f is None for f in factors):
         return exact()
-    parts = dict(zip(axes, factors))
-    wide = [n for axis, size in enumerate(shape) for n in parts.get(axis, [size])]
-    summed = [
-        bool(axis in parts) for axis, size in enumerate(shape) for _ in parts.get(axis, [size])
-    ]
-    y = e.g.reshape(x, shape, wide)
-    for place in [i for i, chosen in enumerate(summed) if chosen][::-1]:
+    return [_sum_in_blocks(e, x, shape, dict(zip(axes, factors)))]
+
+
+def _sum_in_blocks(e, x, shape, factors):
+    """Sums over the axes {axis: factors of its size}, one factor after another, the last first."""
+    split, summed = [], []
+    for axis, size in enumerate(shape):
+        parts = factors.get(axis, [size])
+        if axis in factors:
+            summed += range(len(split), len(split) + len(parts))
+        split += parts
+    y = e.g.reshape(x, shape, split)
+    for place in reversed(summed):
         y = e.g.op("ReduceSum", y, e.g.integers(place), keepdims=0)
-    return [y]
+    return y
 
 
 def _factors(n: int) -> list[int] | None:
