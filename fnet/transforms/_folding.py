@@ -262,47 +262,57 @@ def _absorbed(eqn, inputs):
     operand that is not computed yet). Returns the new `_Pending`, or None if the elementwise
     operation cannot be merged, for example because neither of its operands is constant, or because
     the merged kernel would overflow or underflow."""
-    name = eqn.primitive.name
+    name, y = eqn.primitive.name, eqn.outvars[0].aval
     which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
-    if len(which) != 1 or eqn.outvars[0].aval.dtype != inputs[which[0]].eqn.outvars[0].aval.dtype:
+    if len(which) != 1:
         return None
-    old, i = inputs[which[0]], which[0]
+    (i,) = which
+    old = inputs[i]
+    if y.dtype != old.eqn.outvars[0].aval.dtype:
+        return None
     if name in ("copy", "convert_element_type"):
         return old
-    y = eqn.outvars[0].aval
     with jax.ensure_compile_time_eval(), np.errstate(all="ignore"):
+        minus = jnp.full((1,) * y.ndim, -1, y.dtype)
         if name == "neg":
-            name, change = "mul", jnp.full((1,) * y.ndim, -1, y.dtype)
+            new = _scaled(old, minus)
         elif name in ("add", "sub", "mul", "div") and isinstance(inputs[1 - i], _Known):
-            change = _along(inputs[1 - i], old, y.ndim)
+            constant = _along(inputs[1 - i], old, y.ndim)
+            new = None if constant is None else _combined(name, i, old, constant, minus)
         else:
             return None
-        if change is None or (name == "div" and i == 1):
-            return None
-        scale, shift = old.scale, old.shift
-        if name == "sub":  # y - c = y + (-c);  c - y = -y + c
-            change = -change if i == 0 else change
-            if i == 1:
-                minus = jnp.full((1,) * y.ndim, -1, y.dtype)
-                scale, shift = minus if scale is None else -scale, None if shift is None else -shift
-        if name in ("add", "sub"):
-            total = change if shift is None else shift + change
-            if shift is not None and bool(
-                (jnp.isinf(total) & jnp.isfinite(shift) & jnp.isfinite(change)).any()
-            ):
-                return None
-            shift = total
-        else:
-            change = 1 / change if name == "div" else change
-            scale, shift = (
-                change if scale is None else scale * change,
-                None if shift is None else shift * change,
-            )
-            if not _fits(old, change, scale):
-                return None
-    return dataclasses.replace(
-        old, scale=scale, shift=shift, folded=(*old.folded, eqn.primitive.name)
-    )
+    return new and dataclasses.replace(new, folded=(*old.folded, name))
+
+
+def _combined(name, i, old, constant, minus):
+    """Returns `old`, operand i of an arithmetic operation, combined with the other operand."""
+    if name == "add":
+        return _shifted(old, constant)
+    if name == "sub" and i == 0:
+        return _shifted(old, -constant)
+    if name == "sub":  # c - y = -y + c
+        scale = minus if old.scale is None else -old.scale
+        shift = None if old.shift is None else -old.shift
+        return _shifted(dataclasses.replace(old, scale=scale, shift=shift), constant)
+    if name == "mul":
+        return _scaled(old, constant)
+    return _scaled(old, 1 / constant) if i == 0 else None  # c / y is not linear
+
+
+def _shifted(old, change):
+    if old.shift is None:
+        return dataclasses.replace(old, shift=change)
+    total = old.shift + change
+    overflows = jnp.isinf(total) & jnp.isfinite(old.shift) & jnp.isfinite(change)
+    return None if bool(overflows.any()) else dataclasses.replace(old, shift=total)
+
+
+def _scaled(old, change):
+    scale = change if old.scale is None else old.scale * change
+    shift = None if old.shift is None else old.shift * change
+    if not _fits(old, change, scale):
+        return None
+    return dataclasses.replace(old, scale=scale, shift=shift)
 
 
 def _along(known, pending, rank):

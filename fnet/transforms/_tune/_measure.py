@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -81,35 +81,47 @@ def measure(
             every, {}, "all rules, not measured: the step has callbacks, which would run more often"
         )
     path = cache_folder() / "tuned" / f"{_key(text, chip, every)}.json"
-    if (known := _known(path, every)) is not None:
+    known = _known(path, every)
+    if known is not None:
         return known
-    of = lambda kept: tuple(rule for rule in rules if rule.name in kept or rule.name not in names)
-    variants = {"all rules": names, "no rule": []}
+    variants = {"all rules": names, "no rule": []}  # {label: names of the rules that are used}
     if len(names) > 1:
-        variants |= {f"without {name}": [each for each in names if each != name] for name in names}
-    times = _times({label: compiled(of(kept)) for label, kept in variants.items()}, arguments)
+        for name in names:
+            variants[_without(name)] = [other for other in names if other != name]
+
+    def used(label: str) -> tuple:
+        """The rules of a variant. Rules that do not change this program stay, for other ones."""
+        kept = variants[label]
+        return tuple(rule for rule in rules if rule.name in kept or rule.name not in names)
+
+    def timed(labels: Iterable[str]) -> dict[str, list[float]]:
+        return _times({label: compiled(used(label)) for label in labels}, arguments)
+
+    times = timed(variants)
     ratio = lambda label: statistics.median(a / b for a, b in zip(times[label], times["all rules"]))
-    slow = [
-        name
-        for name in names
-        if f"without {name}" in variants and ratio(f"without {name}") <= FASTER
-    ]
+    slow = []
+    if len(names) > 1:
+        slow = [name for name in names if ratio(_without(name)) <= FASTER]
     if len(slow) > 1:
-        label = f"without {', '.join(slow)}"
+        label = _without(*slow)
         variants[label] = [name for name in names if name not in slow]
-        both = _times(
-            {name: compiled(of(variants[name])) for name in ("all rules", label)}, arguments
-        )
+        both = timed(("all rules", label))
+        # The machine may be faster or slower now than in the first measurement.
         scale = statistics.median(times["all rules"]) / statistics.median(both["all rules"])
         times[label] = [scale * each for each in both[label]]
+
     best = min(variants, key=ratio)
-    best = best if ratio(best) <= FASTER else "all rules"
+    if ratio(best) > FASTER:
+        best = "all rules"
     seconds = {label: statistics.median(each) for label, each in times.items()}
-    result = Measured(
-        tuple(rule.name for rule in of(variants[best])), seconds, f"{best}: the fastest, measured"
-    )
+    selected = tuple(rule.name for rule in used(best))
+    result = Measured(selected, seconds, f"{best}: the fastest, measured")
     write_json(path, result._asdict())
     return result
+
+
+def _without(*names: str) -> str:
+    return f"without {', '.join(names)}"
 
 
 def _unmeasurable(arguments) -> str | None:
