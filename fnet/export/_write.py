@@ -99,16 +99,16 @@ def save(
             if hasattr(a, "dtype")
         )
         given = (tests or {}).get(name)
-        cases = (
-            _examples.cases(description, stable)
-            if given is None
-            else given
-            if isinstance(given, list)
-            else [_signature.bound(path, name, description, (), given)[0]]
-        )
+        if given is None:
+            cases = _examples.cases(description, stable)
+        elif isinstance(given, list):
+            cases = given
+        else:
+            cases = [_signature.bound(path, name, description, (), given)[0]]
         for i, inputs in enumerate(cases):
-            if given is not None or sum(x.size for x in inputs) <= _LARGEST_TEST:
-                checks |= _test(program, name, i, inputs)
+            if given is None and sum(x.size for x in inputs) > _LARGEST_TEST:
+                continue
+            checks |= _test(program, name, i, inputs)
     files |= {
         f"tokenizer/{file.name}": file.read_bytes() for file in _tokenizer_files(tokenizer)
     } | _readers()
