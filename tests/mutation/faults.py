@@ -40,9 +40,9 @@ FAULTS = (
     ),
     Fault(
         "axes",
-        "return len(batched[0]) + skipped + own.index(note)",
-        "return len(batched[0]) + own.index(note)",
-        "the batch axis of a product's right operand is misplaced",
+        "(*(lhs[i] for i in batch[0]), *own_left, *own_right)",
+        "(*(lhs[i] for i in batch[0]), *own_right, *own_left)",
+        "the axes of a product's operands change places in its result",
     ),
     Fault(
         "transforms",
