@@ -4,10 +4,11 @@
     python -m benchmarks.compression --compress_models=minilm --compress_time=false
     python -m benchmarks.compression --compress_memory --compress_time=false --compress_accuracy=false
 
-`pretrained.find` locates the weights. MiniLM embeds 500 sentences of The Tempest. stories15m is
-evaluated on stories that it samples itself, and calibrated on other such stories. ResNet-50
-classifies crops of the photos that scikit-image, scikit-learn and matplotlib contain. If qwix is
-installed, it rounds the same kernels for comparison. Times are fractions of the time in float32.
+`pretrained.find` locates the weights; experiments/llama2c.py converts those of stories15m. MiniLM
+embeds 500 sentences of The Tempest. stories15m is evaluated on stories that it samples itself, and
+calibrated on other such stories. ResNet-50 classifies crops of the photos that scikit-image,
+scikit-learn and matplotlib contain. If qwix is installed, it rounds the same kernels for
+comparison. Times are fractions of the time in float32.
 "predicted" is the prediction of `compress.advise`. For the memory, each model is exported as a
 bundle. A new process loads the bundle and runs it for one example. "resident" is the memory that
 this adds to a process that has only imported JAX.

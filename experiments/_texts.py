@@ -9,6 +9,7 @@ import _adapters as adapters
 import _common as common
 import jax
 import jax.numpy as jnp
+import llama2c
 import numpy as np
 
 from fnet import compress, models
@@ -23,23 +24,24 @@ TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 
 def network(config):
     """Returns (model, parameters, tokenizer, names, folder). `folder` contains the file of weights.
-    `names` is the name of a framework, such as "huggingface". The parameters in the file of weights
-    have the names of this framework."""
+    `names` is the framework of the names in this file, such as "huggingface", or "llama2c" for a
+    model.bin."""
     path = pretrained.find(config.weights or config.model)
     folder = path if path.is_dir() else path.parent
-    model = (
-        models.Decoder.of_model_bin(path / "model.bin")
-        if (path / "model.bin").is_file()
-        else pretrained.model(config.model, path)
-    )
+    if llama2c.is_file(path):
+        names = "llama2c"
+        model, params = llama2c.load(path)
+    else:
+        model = pretrained.model(config.model, path)
+        names = pretrained.names_of(model, path)
+        params, _ = pretrained.load(model, path)
     tokenizer = models.read_tokenizer(folder)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}: use a "
             "tokenizer and a model of one vocabulary"
         )
-    params, _ = pretrained.load(model, path)
-    return model, params, tokenizer, pretrained.names_of(model, path), folder
+    return model, params, tokenizer, names, folder
 
 
 def read(config, tokenizer):
@@ -194,7 +196,10 @@ def save(model, params, names, published, folder):
       published: the folder that contains the pretrained weights and the tokenizer.
     """
     folder.mkdir(exist_ok=True)
-    pretrained.save(model, params, {}, folder, names=names)
+    if names == "llama2c":
+        llama2c.save(model, params, folder)
+    else:
+        pretrained.save(model, params, {}, folder, names=names)
     for file in published.glob("*"):
         if file.is_file() and (
             file.name.startswith("tokenizer") or file.name in ("config.json", "vocab.txt")

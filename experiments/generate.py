@@ -10,8 +10,9 @@
 
 --weights names a file, a folder or a repository. Without --weights, the program looks for the
 weights of the model in ~/.cache/fnet and in Hugging Face's cache. If there are no weights, the
-error states what to download. The tokenizer is read from the folder of the weights: tokenizer.bin
-(llama2.c), characters.json, or tokenizer.json (pip install tokenizers).
+error states what to download. llama2c.py reads a model.bin. The tokenizer is read from the folder
+of the weights: tokenizer.bin (llama2.c), characters.json, or tokenizer.json (pip install
+tokenizers).
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ import _common as common
 import jax
 import jax.numpy as jnp
 import language_model
+import llama2c
 import numpy as np
 from absl import flags
 
@@ -125,6 +127,9 @@ def main(argv):
         if model is None:
             model, params, _ = pretrained.load(path, dtype=precision)
             fitting(tokenizer, model, tokenizer.vocab_size <= model.vocab_size)
+        elif llama2c.is_file(path):
+            _, params = llama2c.load(path)
+            params = jax.tree.map(lambda leaf: leaf.astype(precision), params)
         else:
             params, _ = pretrained.load(model, path, dtype=precision)
         if config.chat:
@@ -272,9 +277,8 @@ def read(config, folder, path):
         tokenizer = models.read_tokenizer(beside)
     if run is not None:
         return language_model.make_model(run, run.vocab_size or tokenizer.vocab_size), tokenizer
-    file = folder / "model.bin" if path.is_dir() else path
-    if file.suffix == ".bin" and file.is_file():
-        model = models.Decoder.of_model_bin(file)
+    if llama2c.is_file(path):
+        model = llama2c.model_of(path)
     elif config.weights and path.is_dir() and (path / "config.json").is_file():
         return None, tokenizer
     else:

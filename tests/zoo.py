@@ -3,6 +3,8 @@ each symbolic axis."""
 
 import dataclasses
 import functools
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,9 @@ import numpy as np
 from jax import export
 
 from fnet import models
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "experiments"))
+import crepe
 
 DRAW = np.random.default_rng(0)
 VOCABULARY, CONTEXT = 11, 8
@@ -88,7 +93,7 @@ MODELS = {
         IMAGES,
         {"b": (2, 3), "h": (32, 41), "w": (35, 32)},
     ),
-    "Crepe": (models.Crepe(1), ("b, 1024", ()), {"b": (2, 3)}),
+    "Crepe": (crepe.Crepe(1), ("b, 1024", ()), {"b": (2, 3)}),
     "AlexNet": (
         models.AlexNet(classes=3, width=2, hidden=8),
         ("b, 224, 224, 3", ()),

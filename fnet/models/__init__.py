@@ -3,7 +3,6 @@
 from fnet.models import pretrained
 from fnet.models._blocks import unstack
 from fnet.models._cnn import CNN
-from fnet.models._crepe import Crepe
 from fnet.models._mlp import MLP
 from fnet.models._model import Model
 from fnet.models.generation._beam import Beams, beam_search
@@ -58,7 +57,6 @@ __all__ = [
     "CharTokenizer",
     "ChatTemplate",
     "ConvNeXt",
-    "Crepe",
     "DINOv2",
     "Decoder",
     "DeiT",

@@ -28,7 +28,7 @@ from fnet import compress
 from fnet._util._nearest import did_you_mean
 from fnet.layers._spec import put
 from fnet.models._model import Model
-from fnet.models.weights import _config, _folder, _hub, _key_map, _llama2c, _match, _tensors
+from fnet.models.weights import _config, _folder, _hub, _key_map, _match, _tensors
 from fnet.models.weights._adapters import load_adapter, save_adapter
 from fnet.models.weights._gguf import load_gguf
 from fnet.models.weights._weight_names import (
@@ -98,15 +98,14 @@ def load(
     to have no effect on the forward pass.
 
     Args:
-        model: a model, or the source of one: a folder with a config.json, a model.bin of llama2.c,
-            a repository of Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a
-            preset ("resnet50").
+        model: a model, or the source of one: a folder with a config.json, a repository of
+            Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a preset
+            ("resnet50").
         path: the weights for a model or a preset: a safetensors file, a folder with a safetensors
-            file or with shards and their index, a model.bin of llama2.c, a folder name in
-            ~/.cache/fnet, or a repository of Hugging Face's hub. In a folder with several sets of
-            weights, such as a new model.safetensors beside older shards, name the file or the
-            index. A `Model` object requires `path`. For a preset, the default of `path` is the
-            weights of the preset.
+            file or with shards and their index, a folder name in ~/.cache/fnet, or a repository of
+            Hugging Face's hub. In a folder with several sets of weights, such as a new
+            model.safetensors beside older shards, name the file or the index. A `Model` object
+            requires `path`. For a preset, the default of `path` is the weights of the preset.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
         names: the framework that defines the parameter names in the file. The framework is a key of
             the model's `NAMES`, such as "torchvision". Default: the framework is detected from the
@@ -189,7 +188,6 @@ def _load(model, path, dtype, names, check_config):
         )
     _match.check_config(model, name, tensors.path, config.compared() if config else ())
     _match.check_keys(model, name, key_map, tensors)
-    _match.check_header(model, name, tensors.path)
     trees = {"params": {}, "state": {}}
     for entry in key_map.reads:
         for place, array in zip(entry.paths, _read(entry, tensors, dtype)):
@@ -220,7 +218,7 @@ def save(
         params, state: the parameters and the state, as returned by `load` or `model.init`. `state`
             is `{}` if the model has none. Implicit arrays, such as the quantized arrays of
             `compress`, are written as the arrays that they represent.
-        path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c.
+        path: the folder, or the file *.safetensors to write.
         names: the framework that defines the parameter names to write. The framework is a key of
             the model's `NAMES`. Default: the framework that matches the model's configuration, if
             exactly one framework does.
@@ -270,14 +268,15 @@ def save(
         key_map = _key_map.key_map(rules, prefix, leaves, _match.who(model, names))
     rules, path = _match.rules_of(model, names), Path(path).expanduser()
     _match.check_config(model, names, path, _match.described(model, names))
-    kind = ".bin" if rules.header else ".safetensors"
     folder = path if path.is_dir() or not path.suffix else None
     if folder is not None:
-        path = path / f"model{kind}"
-    if path.suffix != kind:
-        raise ValueError(f"pretrained.save: the names of {names} need a *{kind} file; got {path}")
+        path = path / "model.safetensors"
+    if path.suffix != ".safetensors":
+        raise ValueError(
+            f"pretrained.save: the names of {names} need a *.safetensors file; got {path}"
+        )
     described = None
-    if folder is not None and not rules.header:
+    if folder is not None:
         described = _folder.describe(model, names, _folder.like(source_folder))
         _folder.check(folder, described)
     trees, arrays = {"params": params, "state": state}, {}
@@ -294,9 +293,7 @@ def save(
                 entry, [np.asarray(_match.get(trees[kinds[place]], place)) for place in entry.paths]
             )
     metadata = {**rules.metadata, **(source.metadata if source else {})}
-    if rules.header:
-        _llama2c.write(path, rules.header(model), arrays)
-    elif folder is None:
+    if folder is None:
         _tensors.write(path, arrays, metadata)
     else:
         path = _folder.write(folder, arrays, metadata, most)
@@ -398,19 +395,15 @@ def revision(name: str | os.PathLike) -> str | None:
 
 
 def _of_folder(path):
-    """Returns the model that config.json, or the header of a model.bin, describes.
+    """Returns the model that config.json describes.
 
     Raises:
-        FileNotFoundError: the folder contains neither a config.json nor a model.bin.
+        FileNotFoundError: the folder contains no weights or no config.json.
         ValueError: fnet has no model that config.json describes.
     """
-    header = _tensors.weights_file(path)
-    if header.suffix == ".bin" and (path.is_file() or header.name == _tensors.LLAMA2C):
-        from fnet.models import Decoder
-
-        return Decoder.of_model_bin(header)
+    tensors = _tensors.read(path)
     model = _config.model(path if path.is_dir() else path.parent, _classes())
-    return model.of_keys(_match.renamed(model, _tensors.read(path)).arrays)
+    return model.of_keys(_match.renamed(model, tensors).arrays)
 
 
 def _class_of(name):

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import embed  # noqa: E402
 import generate  # noqa: E402
 import language_model as experiment  # noqa: E402
+import llama2c  # noqa: E402
 
 HELD = json.loads((ROOT / "tests" / "reference" / "tokenizers.json").read_text(encoding="utf-8"))
 LLAMA = dict(
@@ -112,7 +113,7 @@ def stories(tmp_path_factory):
     """model.bin and tokenizer.bin of a small Decoder."""
     folder = tmp_path_factory.mktemp("stories")
     model = models.Decoder(**LLAMA)
-    pretrained.save(model, filled(model), {}, folder / "model.bin")
+    llama2c.save(model, filled(model), folder)
     pieces = [
         "<unk>",
         "\n<s>\n",
@@ -201,8 +202,8 @@ def test_a_published_model_is_adapted_to_a_text(stories, tmp_path):
     )
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     model = models.Decoder(**LLAMA)
-    published, _ = pretrained.load(model, stories / "model.bin")
-    merged, _ = pretrained.load(model, tmp_path / "run" / "merged" / "model.bin")
+    _, published = llama2c.load(stories / "model.bin")
+    _, merged = llama2c.load(tmp_path / "run" / "merged" / "model.bin")
     base = compress.quantize(
         published, {"blocks/down": compress.Int4(8), "blocks": compress.Int4(16)}
     )
@@ -366,7 +367,7 @@ def test_prompts_in_text_out(stories):
     flags = [f"--weights={stories}", "--max_tokens=12"]  # model.bin says what it is
     out = finished(start("generate.py", *flags, "--temperature=0", "our revels", "now"))
     model, words = models.Decoder(**LLAMA), models.read_tokenizer(stories)
-    params, _ = pretrained.load(model, stories)
+    _, params = llama2c.load(stories)
     prompts = [words.encode("our revels"), words.encode("now")]
     tokens, lengths = models.padded(prompts)
     want = models.generate(
@@ -585,7 +586,8 @@ def test_beams_samples_and_stop_strings(folder):
 
 def test_both_forms_of_the_weights_are_one(stories):
     """What generate.py does on a CPU: blocks one by one."""
-    params, _ = pretrained.load(model := models.Decoder(**LLAMA), stories)
+    model, params = llama2c.load(stories)
+    assert model == models.Decoder(**LLAMA)
     apart, taken = models.unstack(model, params)
     assert not apart.stacked and set(taken["blocks"]) == {"0"}
     same(jax.tree.map(lambda leaf: leaf[None], taken["blocks"]["0"]), params["blocks"])

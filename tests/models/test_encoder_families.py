@@ -520,13 +520,6 @@ def test_fields_of_encoders(model, text):
         model.spec(*(example if isinstance(example, tuple) else (example,)))
 
 
-def test_crepe_needs_a_whole_window():
-    with pytest.raises(
-        ValueError, match=r"Crepe: expected sound \[batch, 1024\], 64 ms at 16 kHz; got \(1, 512\)"
-    ):
-        models.Crepe(1).spec(jax.ShapeDtypeStruct((1, 512), "float32"))
-
-
 def test_inputs_of_clip():
     with pytest.raises(
         ValueError, match=r"CLIPText: expected tokens .* with time <= context=4; got shape .1, 5"

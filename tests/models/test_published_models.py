@@ -56,8 +56,6 @@ PUBLISHED = {  # parameters: torchvision's pages, and timm's for Ti and S
     (models.EfficientNet, "efficientnet_b3"): 12_233_232,
     (models.EfficientNet, "efficientnet_b4"): 19_341_616,
     (models.EfficientNet, "efficientnet_lite0"): 4_652_008,
-    (models.Crepe, "crepe_full"): 22_239_976,  # torchcrepe's
-    (models.Crepe, "crepe_tiny"): 486_552,
     (models.DeiT, "deit_ti_16_distilled"): 5_910_800,  # timm's
     (models.DeiT, "deit_s_16_distilled"): 22_436_432,
     (models.DeiT, "deit_b_16_distilled"): 87_338_192,

@@ -5,7 +5,6 @@ What they must give stands in tests/reference/text.npz; tests/reference/make_tex
 it.
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -18,7 +17,6 @@ import numpy as np
 import optax
 import pytest
 from checks import close
-from numpy_llama import Decoder
 from safetensors.numpy import load_file, save_file
 
 from fnet import models
@@ -234,53 +232,6 @@ def filled(model):
         np.float32
     )
     return jax.tree.map(draw, model.spec(model.example()).params)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_llama2c_files(tied, tmp_path):
-    """A model.bin out and in again, and an independent reader's logits and greedy text."""
-    model = models.Decoder(50, 16, 2, 4, 2, 24, context=32, interleaved=True, tied=tied)
-    params = filled(model)
-    path = pretrained.save(model, params, {}, tmp_path / "model.bin")
-    close(pretrained.load(model, path)[0], params, 0)
-
-    raw, prompt = path.read_bytes(), [3, 1, 4, 1, 5]
-    out = models.generate(model, params, [prompt], max_tokens=12, temperature=0)
-    assert out.tokens[0].tolist() == Decoder(raw).greedy(prompt, 12)
-    logits, decoder = jax.jit(model)(params, jnp.array([prompt]))[0], Decoder(raw)
-    np.testing.assert_allclose(
-        logits, np.stack([decoder(token) for token in prompt]), rtol=1e-4, atol=1e-5
-    )
-
-    assert models.Decoder.of_model_bin(path) == model
-    with pytest.raises(ValueError, match=r"model\.bin has 4 attention heads; this Decoder has 8"):
-        pretrained.load(dataclasses.replace(model, heads=8, kv_heads=4), path)
-    with pytest.raises(
-        ValueError, match=r"need a Decoder with interleaved=True, got interleaved=False"
-    ):
-        pretrained.load(models.Decoder(50, 16, 2, 4, 2, 24, context=32, tied=tied), path)
-
-
-HEADERS = {  # run.c's seven integers, of which the rest of the file is said to be full
-    "no layers": (16, 24, 0, 4, 2, 50, 32),
-    "negative": (-16, 24, 2, 4, 2, 50, 32),
-    "long": (16, 24, 3, 4, 2, 50, 32),
-    "heads do not divide": (16, 24, 2, 3, 2, 50, 32),
-    "groups do not divide": (16, 24, 2, 4, 3, 50, 32),
-    "huge": (2**31 - 1, 2**31 - 1, 2**31 - 1, 1, 1, 2**31 - 1, 2**31 - 1),
-    "no words": (16, 24, 2, 4, 2, 0, 32),
-    "least": (16, 24, 2, 4, 2, -(2**31), 32),
-}
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
-def test_hostile_headers(header, tmp_path):
-    model = models.Decoder(50, 16, 2, 4, 2, 24, context=32, interleaved=True, tied=True)
-    path = pretrained.save(model, filled(model), {}, tmp_path / "model.bin")
-    path.write_bytes(np.array(header, "<i4").tobytes() + path.read_bytes()[28:])
-    with pytest.raises(ValueError, match=r"model\.bin"):
-        pretrained.load(model, path)
 
 
 @pytest.mark.exhaustive

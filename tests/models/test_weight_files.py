@@ -1,4 +1,4 @@
-"""Files of weights: shards, damage, malice, pickles, and llama2.c's model.bin."""
+"""Files of weights: shards, damage, malice, and pickles."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from fnet._util import _safetensors
-from fnet.models.weights import _llama2c, _tensors
+from fnet.models.weights import _tensors
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 B = np.arange(4, dtype=np.float16)
@@ -186,7 +186,7 @@ def test_folders_without_weights(tmp_path):
     (tmp_path / "model.h5").write_text("HDF")
     refused(
         tmp_path / "model.h5",
-        r"is neither a safetensors file \(.*\) nor llama2.c's model.bin; convert it",
+        r"is not a safetensors file \(\*.safetensors, or .*\); convert it",
     )
     refused(tmp_path / "gone", "no such file or folder", FileNotFoundError)
     for name in ("a", "b"):
@@ -210,7 +210,6 @@ SHARD = "model-00001-of-00003.safetensors"
     ("start", "beside", "named"),
     [
         ("shards", ["model.safetensors"], "model.safetensors.index.json, model.safetensors"),
-        ("shards", ["model.bin"], "model.safetensors.index.json, model.bin"),
         ("shards", [SHARD], f"model.safetensors.index.json, {SHARD}"),
         ("shards", ["adapter_model.safetensors"], "index.json, adapter_model.safetensors"),
         ("shards", ["other.safetensors.index.json"], "index.json, other.safetensors.index.json"),
@@ -219,7 +218,6 @@ SHARD = "model-00001-of-00003.safetensors"
             ["model.safetensors"],
             "model.safetensors.index.json, model.safetensors",
         ),
-        ("file", ["model.bin"], "model.safetensors, model.bin"),
         ("file", [SHARD], f"model.safetensors, {SHARD}"),
         ("file", ["consolidated.00.safetensors"], "model.safetensors, consolidated.00.safetensors"),
         ("file", ["consolidated.safetensors"], "model.safetensors, consolidated.safetensors"),
@@ -288,37 +286,16 @@ def test_an_adapter_is_no_model(tmp_path):
     refused(tmp_path, "has no weights of a model, only the LoRA adapter adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_llama2c(tmp_path, tied):
-    head = _llama2c.Header(8, 12, 2, 4, 2, 5, 6, tied)
-    numbers = np.random.default_rng(0)
-    arrays = {
-        name: numbers.standard_normal(shape, np.float32)
-        for name, shape in _llama2c.shapes(head).items()
-    }
+def test_a_model_bin_of_llama2c_says_who_reads_it(tmp_path):
     file = tmp_path / "model.bin"
-    # run.c: Config, then token_embedding_table, rms_att_weight, wq, wk, wv, wo, rms_ffn_weight, w1,
-    # w2, w3, ...
-    raw = struct.pack("<7i", 8, 12, 2, 4, 2, 5 if tied else -5, 6)
-    file.write_bytes(raw + b"".join(array.tobytes() for array in arrays.values()))
-    assert arrays["wk"].shape == (2, 4, 8) and ("wcls" in arrays) == (not tied)
-    assert _llama2c.header(file) == head
-    read = _tensors.read(tmp_path).arrays
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(read[name], array, name)
-    whole = file.read_bytes()
-    _llama2c.write(file, head, read)
-    assert file.read_bytes() == whole
-    with pytest.raises(
-        ValueError, match=r"'wq': expected shape \(2, 8, 8\) for a model.bin .*, got \(2, 8\)"
-    ):
-        _llama2c.write(file, head, arrays | {"wq": np.ones((2, 8))})
-    assert file.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
-    file.write_bytes(whole[:-4])
-    refused(
-        file,
-        r"is neither a safetensors file nor a model.bin of llama2.c, version 0 \(seven integers, "
-        r"then as "
-        rf"many floats as they imply; this file has {len(whole) - 4} bytes\); convert it to "
-        rf"safetensors",
-    )
+    file.write_bytes(struct.pack("<7i", 8, 12, 2, 4, 2, 5, 6) + bytes(100))
+    for path in (file, tmp_path):
+        with pytest.raises(
+            ValueError,
+            match=r"model.bin is not a safetensors file. If it is a model.bin of llama2.c, "
+            r"experiments/llama2c.py in fnet's repository converts it: python llama2c.py "
+            rf"{re.escape(str(file))} FOLDER",
+        ):
+            _tensors.read(path)
+    save_file({"a": A}, tmp_path / "model.safetensors")  # what the conversion leaves
+    np.testing.assert_array_equal(_tensors.read(tmp_path).arrays["a"], A)

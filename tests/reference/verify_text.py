@@ -21,6 +21,8 @@ from fnet.models import pretrained
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parents[1] / "experiments"))
+import llama2c  # noqa: E402
 from numpy_llama import Decoder  # noqa: E402
 
 
@@ -37,8 +39,8 @@ def first(*names):
 def stories():
     """The folder, the model, its parameters, the tokenizer, and model.bin's bytes."""
     path = weights("stories15m")
-    model = pretrained.model("stories15m", path)
-    return path, model, pretrained.load(model, path)[0], (path / "model.bin").read_bytes()
+    model, params = llama2c.load(path)
+    return path, model, params, (path / "model.bin").read_bytes()
 
 
 @check
@@ -205,11 +207,16 @@ def text_weights_back():
     """MiniLM and stories15m saved and compared with the files they came from."""
     for names, preset in ((("minilm-l6", "minilm"), "minilm-l6"), (("stories15m",), "stories15m")):
         path = first(*names)
-        model = pretrained.model(preset, path)
-        params, _ = pretrained.load(model, path)
-        file = path / ("model.bin" if preset == "stories15m" else "model.safetensors")
         with tempfile.TemporaryDirectory() as folder:
-            back = pretrained.save(model, params, {}, pathlib.Path(folder) / file.name, like=path)
+            if preset == "stories15m":
+                file = path / "model.bin"
+                back = llama2c.save(*llama2c.load(file), pathlib.Path(folder))
+            else:
+                file = path / "model.safetensors"
+                model = pretrained.model(preset, path)
+                params, _ = pretrained.load(model, path)
+                target = pathlib.Path(folder) / file.name
+                back = pretrained.save(model, params, {}, target, like=path)
             same = tensors(back), tensors(file)
         assert same[0].keys() == same[1].keys()
         assert all(np.array_equal(same[0][key], same[1][key]) for key in same[0])

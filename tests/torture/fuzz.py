@@ -10,6 +10,7 @@ import json
 import resource
 import signal
 import struct
+import sys
 import tarfile
 import time
 import warnings
@@ -18,9 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from fnet import training as tr
-from fnet.models.weights import _llama2c, _tensors
+from fnet.models.weights import _tensors
 from fnet.training.checkpoints import _manifest
 from fnet.training.data import _image_formats
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+import llama2c
 
 MEMORY = 1 << 30  # bytes that the reader may ask for beyond what the process has
 SECONDS = 10
@@ -86,8 +90,8 @@ def safetensors(rng):
 
 
 def llama(rng):
-    head = _llama2c.Header(4, 8, 1, 2, 1, 5, 3)
-    floats = sum(int(np.prod(shape)) for shape in _llama2c.shapes(head).values())
+    head = llama2c.Header(4, 8, 1, 2, 1, 5, 3)
+    floats = sum(int(np.prod(shape)) for shape in head.shapes().values())
     return struct.pack("<7i", 4, 8, 1, 2, 1, 5, 3) + bytes(4 * floats)
 
 
@@ -135,7 +139,7 @@ READERS = {
     "CIFAR-10": (cifar, lambda path: _image_formats._parse_cifar(path, path.read_bytes())),
     "CIFAR-10's archive": (archive, _image_formats._read_archive),
     "safetensors": (safetensors, lambda path: _tensors._mapped(path)),
-    "llama2.c": (llama, lambda path: _llama2c.read(path)),
+    "llama2.c": (llama, lambda path: llama2c.read(path)),
     "config.json": (config, lambda path: tr.load_config(Run, path)),
     "manifest.json": (manifest, read_manifest),
 }

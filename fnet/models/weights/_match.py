@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from fnet._util._nearest import nearest
-from fnet.models.weights import _key_map, _llama2c
+from fnet.models.weights import _key_map
 from fnet.models.weights._weight_names import Tied
 
 LISTED = 8  # number of problems that an error lists; the others are only counted
@@ -159,17 +159,6 @@ def check_config(model, name, path, compared=()):
             f"{have}; use dataclasses.replace(model, {want}), or pretrained.model(name of the "
             f"preset, "
             "path)"
-        )
-
-
-def check_header(model, name, path):
-    """Checks that the header of a model.bin has the model's number of attention heads. Array shapes
-    do not determine the number of attention heads."""
-    header = rules_of(model, name).header
-    if header is not None and header(model).n_heads != (held := _llama2c.header(path)).n_heads:
-        raise ValueError(
-            f"{path} has {held.n_heads} attention heads; this {type(model).__name__} has "
-            f"{header(model).n_heads}"
         )
 
 

@@ -1,5 +1,4 @@
-"""Reads safetensors files (one file or several shards) and llama2.c's model.bin, and writes
-safetensors files.
+"""Reads and writes safetensors files, of one file or several shards.
 
 Files are memory-mapped for reading. Pickles are never loaded: `read` raises an error for a pickle.
 """
@@ -17,9 +16,8 @@ import numpy as np
 
 from fnet._util import _safetensors
 from fnet._util._files import replacing
-from fnet.models.weights import _llama2c
 
-INDEX, SINGLE, LLAMA2C = "model.safetensors.index.json", "model.safetensors", "model.bin"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 # Files that hold the weights of a model as well, in shards or with other names, or change them.
@@ -43,8 +41,7 @@ class Tensors(NamedTuple):
 
 
 def read(path: Path) -> Tensors:
-    """Reads the tensors of a file or folder: model.safetensors, its shards, or llama2.c's
-    model.bin.
+    """Reads the tensors of a file or folder: model.safetensors or its shards.
 
     Raises:
         FileNotFoundError: `path` does not exist or contains no weights.
@@ -64,10 +61,14 @@ def read(path: Path) -> Tensors:
             "'model.safetensors')"
         )
     if file.suffix == ".bin":
-        return Tensors(file, _llama2c.read(file), {})
+        raise ValueError(
+            f"{file} is not a safetensors file. If it is a model.bin of llama2.c, "
+            "experiments/llama2c.py in fnet's repository converts it: python llama2c.py "
+            f"{file} FOLDER"
+        )
     raise ValueError(
-        f"{file} is neither a safetensors file (*.safetensors, or {INDEX} next to its shards) nor "
-        "llama2.c's model.bin; convert it to safetensors with the framework that wrote it"
+        f"{file} is not a safetensors file (*.safetensors, or {INDEX} next to its shards); convert "
+        "it with the framework that wrote it"
     )
 
 
@@ -85,7 +86,7 @@ def weights_file(path: Path) -> Path:
     names = sorted(f.name for f in path.iterdir() if not f.name.startswith("."))
     _check_downloads(path, names)
     files = [name for name in names if name.endswith(".safetensors")]
-    sets = [name for name in (INDEX, SINGLE, LLAMA2C) if name in names]
+    sets = [name for name in (INDEX, SINGLE) if name in names]
     rest = [name for name in files if name != SINGLE and _SETS.fullmatch(name)]
     if INDEX in sets:
         named = shards(path / INDEX)[1]
@@ -126,7 +127,7 @@ def weights_file(path: Path) -> Path:
         return path / others[0]
     held = ", ".join(names[:6]) or "nothing"
     raise FileNotFoundError(
-        f"{path} contains no weights ({SINGLE}, {INDEX} or llama2.c's {LLAMA2C}); found {held}"
+        f"{path} contains no weights ({SINGLE}, or {INDEX} and its shards); found {held}"
     )
 
 

@@ -207,8 +207,6 @@ class Names:
         metadata: the metadata that `save` writes into the file.
         image: the image preprocessing that the publisher of the weights used for evaluation, an
             `ImageInput`.
-        header: for llama2.c's model.bin, a function from the model to the header. If `header` is
-            None, the file is safetensors.
         only_named: if True, `save` uses the framework's names only if you select them with `names=`
             or `like=`.
 
@@ -222,7 +220,6 @@ class Names:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     image: ImageInput | None = None
-    header: Callable | None = None
     only_named: bool = False
 
     def of(self, model: Any) -> Names:

@@ -440,7 +440,6 @@ CONFIGS = {
         LLAMA,
         "LlamaForCausalLM",
         irrelevant="is_llama_config",
-        names=("huggingface", "llama2c"),
         sets=_BIASED,
     ),
     "mistral": family(MISTRAL, "MistralForCausalLM", sets=_HEADS),

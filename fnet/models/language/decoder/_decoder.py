@@ -4,10 +4,8 @@ GPT-NeoX."""
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY
-from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -18,7 +16,6 @@ from fnet.models._blocks import Blocks
 from fnet.models._model import LanguageModel
 from fnet.models.language.decoder._configs import CONFIGS
 from fnet.models.language.decoder._names import NAMES
-from fnet.models.weights import _llama2c
 
 ACTIVATIONS: dict[str, Callable] = {
     "silu": jax.nn.silu,
@@ -432,26 +429,6 @@ class Decoder(LanguageModel):
         if self.layer_norm:
             return nn.LayerNorm(epsilon=self.epsilon)
         return nn.RMSNorm(epsilon=self.epsilon, offset=self.norm_offset)
-
-    @classmethod
-    def of_model_bin(cls, path: str | os.PathLike) -> Decoder:
-        """Returns the model that the header of llama2.c's model.bin describes.
-
-        Raises:
-            ValueError: the file is not a model.bin.
-        """
-        head = _llama2c.header(Path(path))
-        return cls(
-            head.vocab_size,
-            head.dim,
-            head.n_layers,
-            head.n_heads,
-            head.n_kv_heads,
-            head.hidden_dim,
-            context=head.seq_len,
-            tied=head.tied,
-            interleaved=True,
-        )
 
     def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, self.context), jnp.int32)

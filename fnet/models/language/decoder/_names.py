@@ -1,8 +1,7 @@
-"""The names of a Decoder's arrays in the files of transformers, llama2.c and llama.cpp."""
+"""The names of a Decoder's arrays in the files of transformers and llama.cpp."""
 
 from __future__ import annotations
 
-from fnet.models.weights import _llama2c
 from fnet.models.weights._torch_layers import fused, qkv, torch_layers
 from fnet.models.weights._weight_names import (
     DENSE,
@@ -21,7 +20,6 @@ KERNELS = (
     "down",
     "up",
 )
-LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_weight")
 
 
 def block(ours, keys):
@@ -44,19 +42,6 @@ def both(rules):
     """Returns two sets of naming rules: for stacked parameters of all blocks, and for separate
     parameters per block."""
     return rules("blocks"), rules("blocks/{i}")
-
-
-def header(model):
-    return _llama2c.Header(
-        model.width,
-        model.hidden,
-        model.depth,
-        model.heads,
-        model.kv_heads,
-        model.vocab_size,
-        model.context,
-        model.tied,
-    )
 
 
 def ends(block_rules):
@@ -198,17 +183,6 @@ def gpt_neox(model):
     )
 
 
-def llama2c(model):
-    return (
-        Rule("embed/embedding", "token_embedding_table"),
-        Rule("head/kernel", "wcls", DENSE),
-        block("blocks", LLAMA2C),
-        Rule("norm/scale", "rms_final_weight"),  # stacked, as in fnet
-        Spare("freq_cis_real"),
-        Spare("freq_cis_imag"),
-    )
-
-
 def _plain(**others):
     return dict(gated=True, layer_norm=False, parallel=False) | others
 
@@ -222,24 +196,5 @@ NAMES = {
         gpt_neox,
         config={"interleaved": False, "gated": False, "layer_norm": True},
         metadata=_PYTORCH,
-    ),
-    "llama2c": Names(
-        llama2c,
-        config=_plain(
-            interleaved=True,
-            rotary_base=10000.0,
-            epsilon=1e-5,
-            head_dim=None,
-            window=None,
-            rope_scaling=None,
-            activation="silu",
-            norm_offset=0.0,
-            scale_embeddings=False,
-            query_scalar=None,
-            attention_softcap=None,
-            logit_softcap=None,
-            rotary_dim=None,
-        ),
-        header=header,
     ),
 }

