@@ -16,7 +16,6 @@ memory-mapped, and each array is copied once. Pickles are never opened.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,9 +25,8 @@ import numpy as np
 
 from fnet import compress
 from fnet._util._nearest import did_you_mean
-from fnet.layers._spec import put
 from fnet.models._model import Model
-from fnet.models.weights import _config, _folder, _hub, _key_map, _match, _tensors
+from fnet.models.weights import _folder, _hub, _match, _tensors
 from fnet.models.weights._adapters import load_adapter, save_adapter
 from fnet.models.weights._gguf import load_gguf
 from fnet.models.weights._weight_names import (
@@ -45,6 +43,7 @@ from fnet.models.weights._weight_names import (
     keras,
     torch,
 )
+from fnet.models.weights._weights import Weights
 
 __all__ = [
     "CONV",
@@ -140,59 +139,15 @@ def load(
     ...     file = models.pretrained.save(model, params, state, folder, names="torchvision")
     ...     params, state = models.pretrained.load(model, file)
     """
-    if dtype is not None and not jax.dtypes.issubdtype(dtype, np.floating):
-        raise TypeError(
-            f"pretrained.load: expected a floating-point dtype such as jnp.bfloat16; got "
-            f"dtype={dtype!r}. "
-            "To quantize weights, use fnet.compress.quantize"
-        )
-    if not isinstance(model, str | os.PathLike):
-        if path is None:
-            raise TypeError(
-                f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a "
-                f"file, "
-                "a folder or a name; only a folder and the name of a preset imply them"
-            )
-        return _load(model, find(path, revision=revision), dtype, names, check_config)
-    if isinstance(model, str) and any(model in cls.PRESETS for cls in _classes()):
-        path = find(model if path is None else path, revision=revision)
-        model = _variant(_class_of(model), model, path, {})
-    elif path is not None:
-        raise ValueError(
-            f"pretrained.load: expected a model or the name of a preset before the path, got "
-            f"{model!r}; "
-            "a folder with a config.json is loaded without a second argument"
-        )
-    else:
-        try:
-            path = find(model, revision=revision)
-        except FileNotFoundError:
-            if isinstance(model, str) and model.isidentifier():
-                _class_of(model)  # raises, with the presets of similar names
-            raise
-        model = _of_folder(path)
-    return model, *_load(model, path, dtype, names, check_config)
-
-
-def _load(model, path, dtype, names, check_config):
-    """Reads `(params, state)` of a model from an existing path."""
-    tensors = _match.renamed(model, _tensors.read(path))
-    kinds, leaves = _match.leaves_of(model)
-    config = _config.check(model, tensors.path.parent) if check_config else None
-    name, key_map = _match.detect_names(model, leaves, tensors, names)
-    if config and name not in config.names:
-        raise ValueError(
-            f"{tensors.path} has the names of {name}, but config.json next to it describes weights "
-            f"with "
-            f"the names of {' or '.join(config.names)}; move one of them to another folder"
-        )
-    _match.check_config(model, name, tensors.path, config.compared() if config else ())
-    _match.check_keys(model, name, key_map, tensors)
-    trees = {"params": {}, "state": {}}
-    for entry in key_map.reads:
-        for place, array in zip(entry.paths, _read(entry, tensors, dtype)):
-            put(trees[kinds[place]], place.split("/"), array)
-    return trees["params"], trees["state"]
+    _check_dtype(dtype)
+    weights = _opened(model, path, names, revision)
+    config = weights.compared() if check_config else None
+    weights = weights.matched(names)
+    weights.check(config)
+    params, state = weights.trees(dtype)
+    if isinstance(model, str | os.PathLike):
+        return weights.model, params, state
+    return params, state
 
 
 def save(
@@ -253,55 +208,32 @@ def save(
     """
     params = compress.materialize(params)
     model.check(params, *_match.inputs_of(model), state=state)
-    kinds, leaves = _match.leaves_of(model)
-    most, source_folder = _folder.bytes_of(max_shard_size), None
-    if like is not None:
-        like = find(like)
-        source_folder = like if like.is_dir() else None
-        source = _match.renamed(model, _tensors.read(like))
-        names, key_map = _match.detect_names(model, leaves, source, names)
+    most = _folder.bytes_of(max_shard_size)
+    source = None if like is None else find(like)
+    if source is None:
+        weights = Weights.new(model, names)
     else:
-        source = None
-        names = _match.names_to_write(model) if names is None else names
-        rules = _match.rules_of(model, names)
-        prefix = _key_map.prefix_to_write(rules, leaves)
-        key_map = _key_map.key_map(rules, prefix, leaves, _match.who(model, names))
-    rules, path = _match.rules_of(model, names), Path(path).expanduser()
-    _match.check_config(model, names, path, _match.described(model, names))
-    folder = path if path.is_dir() or not path.suffix else None
-    if folder is not None:
-        path = path / "model.safetensors"
-    if path.suffix != ".safetensors":
-        raise ValueError(
-            f"pretrained.save: the names of {names} need a *.safetensors file; got {path}"
-        )
-    described = None
-    if folder is not None:
-        described = _folder.describe(model, names, _folder.like(source_folder))
-        _folder.check(folder, described)
-    trees, arrays = {"params": params, "state": state}, {}
-    for entry in (*key_map.reads, *_beside(key_map, source)):
-        if isinstance(entry.rule, Spare):
-            arrays |= {
-                key: source.arrays[key]
-                if source and key in source.arrays
-                else np.asarray(entry.rule.write)
-                for key in entry.keys
-            }
-        else:
-            arrays |= _written(
-                entry, [np.asarray(_match.get(trees[kinds[place]], place)) for place in entry.paths]
+        weights = Weights.open(source).of(model).matched(names)
+    framework, path = weights.framework, Path(path).expanduser()
+    _match.check_config(model, framework, path, _match.described(model, framework))
+    metadata = {**_match.rules_of(model, framework).metadata, **weights.metadata}
+    trees = {"params": params, "state": state}
+    if path.suffix and not path.is_dir():
+        if path.suffix != ".safetensors":
+            raise ValueError(
+                f"pretrained.save: the names of {framework} need a *.safetensors file; got {path}"
             )
-    metadata = {**rules.metadata, **(source.metadata if source else {})}
-    if folder is None:
-        _tensors.write(path, arrays, metadata)
-    else:
-        path = _folder.write(folder, arrays, metadata, most)
-        if described is not None:
-            _folder.write_config(folder, described, params)
-        if source_folder is not None:
-            _folder.copy_beside(source_folder, folder)
-    return path
+        _tensors.write(path, weights.written(trees), metadata)
+        return path
+    source_folder = source if source is not None and source.is_dir() else None
+    config = _folder.describe(model, framework, _folder.like(source_folder))
+    _folder.check(path, config)
+    written = _folder.write(path, weights.written(trees), metadata, most)
+    if config is not None:
+        _folder.write_config(path, config, params)
+    if source_folder is not None:
+        _folder.copy_beside(source_folder, path)
+    return written
 
 
 def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
@@ -333,8 +265,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
     ...     models.pretrained.model("resnet18", file, depths=(1,), width=4) == small
     True
     """
-    cls = _class_of(name)
-    return _variant(cls, name, find(name if path is None else path), changes)
+    return _preset(name, find(name if path is None else path), changes).model
 
 
 def names_of(model: Model, path: str | os.PathLike) -> str:
@@ -354,9 +285,7 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
     ...     models.pretrained.names_of(model, file)
     'torchvision'
     """
-    return _match.detect_names(
-        model, _match.leaves_of(model)[1], _match.renamed(model, _tensors.read(find(path))), None
-    )[0]
+    return Weights.open(find(path)).of(model).matched().framework
 
 
 def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
@@ -394,16 +323,62 @@ def revision(name: str | os.PathLike) -> str | None:
     return _hub.commit(Path(name)) or _hub.commit(find(name))
 
 
-def _of_folder(path):
-    """Returns the model that config.json describes.
+def _check_dtype(dtype):
+    if dtype is not None and not jax.dtypes.issubdtype(dtype, np.floating):
+        raise TypeError(
+            f"pretrained.load: expected a floating-point dtype such as jnp.bfloat16; got "
+            f"dtype={dtype!r}. To quantize weights, use fnet.compress.quantize"
+        )
+
+
+def _opened(source, path, names, revision):
+    """Returns the weights that `load` reads, with their model: the given one, that of a preset, or
+    the one that config.json describes."""
+    if not isinstance(source, str | os.PathLike):
+        if path is None:
+            raise TypeError(
+                f"pretrained.load: pass the path of the weights for this {type(source).__name__}, a "
+                "file, a folder or a name; only a folder and the name of a preset imply them"
+            )
+        return Weights.open(find(path, revision=revision)).of(source)
+    if isinstance(source, str) and any(source in cls.PRESETS for cls in _classes()):
+        place = find(source if path is None else path, revision=revision)
+        return _preset(source, place, {}, names)
+    if path is not None:
+        raise ValueError(
+            f"pretrained.load: expected a model or the name of a preset before the path, got "
+            f"{source!r}; a folder with a config.json is loaded without a second argument"
+        )
+    return _described(_existing(source, revision))
+
+
+def _preset(name, path, changes, names=None):
+    """Returns the weights at `path` with the preset, whose fields have the values that these
+    weights require."""
+    model = _class_of(name).preset(name, **changes)
+    return Weights.open(path).of(model).matched(names).adjusted(changes)
+
+
+def _described(path):
+    """Returns the weights at `path` with the model that the config.json beside them describes.
 
     Raises:
         FileNotFoundError: the folder contains no weights or no config.json.
         ValueError: fnet has no model that config.json describes.
     """
-    tensors = _tensors.read(path)
-    model = _config.model(path if path.is_dir() else path.parent, _classes())
-    return model.of_keys(_match.renamed(model, tensors).arrays)
+    weights = Weights.open(path)
+    model, config = weights.configuration.model(_classes())
+    return weights.of(model, config).of_keys()
+
+
+def _existing(name, revision):
+    """Returns the path of a folder or a repository, or raises an error that knows the presets."""
+    try:
+        return find(name, revision=revision)
+    except FileNotFoundError:
+        if isinstance(name, str) and name.isidentifier():
+            _class_of(name)  # raises, with the presets of similar names
+        raise
 
 
 def _class_of(name):
@@ -417,15 +392,6 @@ def _class_of(name):
     return cls
 
 
-def _variant(cls, name, path, changes):
-    """Returns the preset with the field values that the weights at `path` require."""
-    made = cls.preset(name, **changes)
-    names, _ = _match.detect_names(
-        made, _match.leaves_of(made)[1], _match.renamed(made, _tensors.read(path)), None
-    )
-    return dataclasses.replace(made, **{**made.NAMES[names].config, **changes})
-
-
 def _classes():
     from fnet import models
 
@@ -434,56 +400,3 @@ def _classes():
         for cls in map(models.__dict__.get, models.__all__)
         if isinstance(cls, type) and issubclass(cls, Model)
     ]
-
-
-def _beside(key_map, source):
-    """Yields an `Entry` (paths and keys) for each array that `save` writes but the model does not
-    need. An array that the model does not need is written if the file `source` contains it, or if a
-    naming rule requires it."""
-    for entry in key_map.beside:
-        present = source is not None and all(key in source.arrays for key in entry.keys)
-        if present or (entry.rule.write is not None and entry.rule.write is not False):
-            yield entry
-
-
-def _read(entry, tensors, dtype):
-    """Reads the model's arrays for `entry`, and copies each array once, from the memory-mapped
-    file."""
-    dtypes = {tensors.arrays[key].dtype for key in entry.keys}
-    if len(dtypes) > 1:
-        raise TypeError(
-            f"{tensors.path}: the parts of {_match.ours(entry)} have different dtypes, "
-            f"{', '.join(sorted(map(str, dtypes)))}; pass dtype="
-        )
-    (theirs,) = dtypes
-    if not jax.dtypes.issubdtype(theirs, np.floating):
-        raise TypeError(
-            f"{tensors.path}: {entry.keys[0]!r} has dtype {theirs}, but {_match.ours(entry)} needs "
-            f"a "
-            "floating-point dtype"
-        )
-    wanted = np.dtype(theirs if dtype is None else dtype)
-    if jax.dtypes.canonicalize_dtype(wanted) != wanted:
-        raise TypeError(
-            f"{tensors.path}: {entry.keys[0]!r} has dtype {wanted}, which JAX supports only with "
-            "jax_enable_x64; pass dtype=jnp.float32 to cast it"
-        )
-    ours = [_tensors.aligned(spec.shape, wanted) for spec in entry.specs]
-    for key, copy in zip(entry.keys, np.ndindex(entry.copies)):
-        whole, at = entry.rule.layout.ours(tensors.arrays[key]), 0
-        for array in ours:
-            width = array.shape[-1] if array.ndim else 1
-            part = whole[..., at : at + width] if len(ours) > 1 else whole
-            np.copyto(array[copy] if copy else array, part, casting="unsafe")
-            at += width
-    return [jax.device_put(array) for array in ours]
-
-
-def _written(entry, arrays):
-    """Converts arrays of a model to the layout of the file. Returns {key (array name in the file):
-    array}."""
-    whole = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
-    return {
-        key: entry.rule.layout.theirs(whole[copy] if copy else whole)
-        for key, copy in zip(entry.keys, np.ndindex(entry.copies))
-    }

@@ -243,7 +243,7 @@ def written(folder, config):
 
 def refused(folder, model, config, text):
     with pytest.raises(ValueError, match=text) as error:
-        _config.check(model, written(folder, config))
+        _config.Configuration(written(folder, config)).check(model)
     assert str(error.value).startswith(str(folder / "config.json")) and "\n" not in str(error.value)
 
 

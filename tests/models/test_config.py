@@ -26,7 +26,10 @@ from fnet.models.weights import _config
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_those_of_the_presets(name, tmp_path):
     model, config = PUBLISHED[name]
-    assert _config.check(model, written(tmp_path, config)) in type(model).CONFIGS.values()
+    assert (
+        _config.Configuration(written(tmp_path, config)).check(model)
+        in type(model).CONFIGS.values()
+    )
     refused(
         tmp_path,
         model,
@@ -61,7 +64,7 @@ def others(value):
 def test_every_field_that_has_an_effect_is_compared(name, tmp_path):
     """Every field is either listed as irrelevant, or all of its other values are refused, by name."""
     model, config = PUBLISHED[name]
-    table = _config.check(model, written(tmp_path, config))
+    table = _config.Configuration(written(tmp_path, config)).check(model)
     null = {
         "architectures",
         "rope_scaling",
@@ -96,7 +99,7 @@ def test_every_field_that_has_an_effect_is_compared(name, tmp_path):
 def test_an_absent_field_has_transformers_default(name, tmp_path):
     """Leaving a field out changes what config.json means, except where the default is the same."""
     model, config = PUBLISHED[name]
-    table = _config.check(model, written(tmp_path, config))
+    table = _config.Configuration(written(tmp_path, config)).check(model)
     for field, value in config.items():
         entry, rest = table.fields.get(field), {key: config[key] for key in config if key != field}
         if field in ("model_type", "architecture"):
@@ -107,7 +110,7 @@ def test_an_absent_field_has_transformers_default(name, tmp_path):
             and not callable(entry.absent)
         ):
             if entry.absent == value or (entry.shorter and value < entry.absent):
-                _config.check(model, written(tmp_path, rest))
+                _config.Configuration(written(tmp_path, rest)).check(model)
             else:
                 refused(
                     tmp_path,
@@ -248,11 +251,11 @@ def test_an_absent_field_has_transformers_default(name, tmp_path):
 def test_other_configurations_of_a_decoder(change, text, tmp_path):
     model = dataclasses.replace(SMALL)
     refused(tmp_path, model, CONFIG | change, text)
-    assert _config.check(model, written(tmp_path, CONFIG)) is not None
+    assert _config.Configuration(written(tmp_path, CONFIG)).check(model) is not None
     changed = re.search(r"Use dataclasses\.replace\(model, (.*)\)$", text.replace("\\", ""))
     if changed and changed[1].endswith(")"):
         model = dataclasses.replace(model, **eval(f"dict({changed[1]})", vars(models)))
-        assert _config.check(model, written(tmp_path, CONFIG | change)) is not None
+        assert _config.Configuration(written(tmp_path, CONFIG | change)).check(model) is not None
 
 
 @pytest.mark.parametrize(
@@ -365,12 +368,17 @@ def test_what_config_json_may_say_in_two_ways(tmp_path):
         {"rope_parameters": {"rope_theta": 10000.0}},
         {"hidden_act": "swish"},
     ):
-        assert _config.check(SMALL, written(tmp_path, CONFIG | change)) is not None
+        assert _config.Configuration(written(tmp_path, CONFIG | change)).check(SMALL) is not None
     assert (
-        _config.check(PUBLISHED["gpt2"][0], written(tmp_path, GPT2 | {"n_inner": 3072})) is not None
+        _config.Configuration(written(tmp_path, GPT2 | {"n_inner": 3072})).check(
+            PUBLISHED["gpt2"][0]
+        )
+        is not None
     )
     assert (
-        _config.check(PUBLISHED["vit"][0], written(tmp_path, VIT | {"image_size": [224, 224]}))
+        _config.Configuration(written(tmp_path, VIT | {"image_size": [224, 224]})).check(
+            PUBLISHED["vit"][0]
+        )
         is not None
     )
 
@@ -408,15 +416,15 @@ def test_files_of_another_kind(tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(ValueError, match="is not UTF-8 text"):
-        _config.check(SMALL, tmp_path)
+        _config.Configuration(tmp_path).check(SMALL)
     with path.open("wb") as file:
         file.truncate(2**24 + 1)
     with pytest.raises(ValueError, match="has 16,777,217 bytes, expected at most 16,777,216"):
-        _config.check(SMALL, tmp_path)
+        _config.Configuration(tmp_path).check(SMALL)
     path.unlink()
     path.symlink_to(tmp_path / "absent")  # a cache whose file was lost is not a folder without one
     with pytest.raises(FileNotFoundError):
-        _config.check(SMALL, tmp_path)
+        _config.Configuration(tmp_path).check(SMALL)
 
 
 @pytest.mark.parametrize(

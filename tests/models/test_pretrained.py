@@ -18,7 +18,7 @@ from fnet import layers as nn
 from fnet import models
 from fnet.models import pretrained
 from fnet.models.pretrained import DENSE, DEPTHWISE, Names, Rule, Spare, Tied, keras, torch
-from fnet.models.weights import _tensors
+from fnet.models.weights import _config, _tensors
 
 QKV = ("query", "key", "value")
 
@@ -418,6 +418,30 @@ def test_arrays_are_mapped_and_copied_once(file):
     assert put.unsafe_buffer_pointer() == place.ctypes.data, (
         "JAX copies what it could take as it is"
     )
+
+
+def test_a_file_and_its_config_json_are_read_once(
+    small_is_published, trees, file, tmp_path, monkeypatch
+):
+    """By every way that leads to a model: a model, a preset, and a folder."""
+    read = []
+    for module, name in (_tensors, "_mapped"), (_config, "read"):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda path, of=original: read.append(path.name) or of(path)
+        )
+    pretrained.load(TORCH, file)
+    pretrained.load("small", file)
+    assert pretrained.names_of(TORCH, file) == "torch"
+    assert read == [file.name] * 3
+    model, rng = models.GPT(24, 16, 2, 4, context=16), np.random.default_rng(0)
+    draw = lambda spec: rng.normal(size=spec.shape).astype(np.float32)
+    params = jax.tree.map(draw, model.spec(model.example()).params)
+    pretrained.save(model, params, {}, tmp_path / "gpt")
+    read.clear()
+    again, loaded, _ = pretrained.load(tmp_path / "gpt")
+    assert again == model and sorted(read) == ["config.json", "model.safetensors"]
+    same(loaded, params)
 
 
 # Presets and caches.

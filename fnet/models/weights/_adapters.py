@@ -18,6 +18,7 @@ from fnet._util._files import write_json
 from fnet.compress import LowRank
 from fnet.models._model import Model
 from fnet.models.weights import _json, _key_map, _match, _tensors
+from fnet.models.weights._weights import Weights
 
 _HEAD = "lm_head"
 _PREFIX, _WEIGHTS, _CONFIG = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
@@ -119,43 +120,55 @@ def load_adapter(
     """
     folder = Path(path).expanduser()
     config = _read_config(folder / _CONFIG)
-    tensors = _tensors.read(folder / _WEIGHTS)
-    given = {key.removeprefix(_PREFIX): array for key, array in tensors.arrays.items()}
-    entries = max(
-        (_entries(model, prefix, names) for prefix in _prefixes(model, names)),
-        key=lambda entries: sum(
-            base in _modules(given) for entry in entries for base in _bases(entry)
-        ),
-    )
-    found, used = {}, set()
-    for entry in entries:
-        pairs = [_pair(given, base) for base in _bases(entry)]
-        for base, pair in zip(_bases(entry), pairs):
-            if pair:
-                _check_module(folder / _CONFIG, config, base, len(given[pair[0]]))
-        if any(pairs):
-            used.update(key for pair in pairs if pair for key in pair)
-            head = _pair(given, _HEAD) if _is_tied(model, entry) else None
-            if head and all(
-                np.array_equal(given[mine], given[theirs].T)
-                for mine, theirs in zip(head, pairs[0][::-1])
-            ):
-                used.update(head)
-            scales = [
-                _scale(config, base, given[pair[0]]) if pair else 1.0
-                for base, pair in zip(_bases(entry), pairs)
-            ]
-            arrays = [
-                tuple(np.asarray(given[key], np.float32) for key in pair) if pair else None
-                for pair in pairs
-            ]
-            found |= _changes(model, entry, arrays, scales, tensors.path)
+    weights = Weights.open(folder / _WEIGHTS)
+    given = {key.removeprefix(_PREFIX): array for key, array in weights.tensors.items()}
+    changes, used = {}, set()
+    for entry in _closest_entries(model, names, _modules(given)):
+        bases = _bases(entry)
+        pairs = [_pair(given, base) for base in bases]
+        if not any(pairs):
+            continue
+        factors, scales = [], []
+        for base, pair in zip(bases, pairs):
+            if pair is None:  # this layer of a stack is not changed
+                factors.append(None)
+                scales.append(1.0)
+                continue
+            a, b = (np.asarray(given[key], np.float32) for key in pair)
+            _check_module(folder / _CONFIG, config, base, len(a))
+            factors.append((a, b))
+            scales.append(_scale(config, base, a))
+            used.update(pair)
+        if _is_tied(model, entry):
+            used.update(_tied_head(given, pairs[0]))
+        changes |= _changes(model, entry, factors, scales, weights.path)
     if unknown := sorted(set(given) - used):
         raise ValueError(
-            f"{tensors.path}: no kernel of this {type(model).__name__} has the keys "
+            f"{weights.path}: no kernel of this {type(model).__name__} has the keys "
             f"{', '.join(map(repr, unknown[:3]))}" + (" ..." if len(unknown) > 3 else "")
         )
-    return _replaced(params, {tuple(path.split("/")): change for path, change in found.items()})
+    return _replaced(params, {tuple(path.split("/")): change for path, change in changes.items()})
+
+
+def _closest_entries(model, names, modules):
+    """Returns the entries with the prefix for which the most modules of the adapter are known."""
+
+    def known(entries):
+        return sum(base in modules for entry in entries for base in _bases(entry))
+
+    return max((_entries(model, prefix, names) for prefix in _prefixes(model, names)), key=known)
+
+
+def _tied_head(given, table):
+    """Returns the keys of the change of the head, if it is that of the table to which the head is
+    tied: with the factors exchanged and transposed."""
+    head = _pair(given, _HEAD)
+    if head is None:
+        return ()
+    same = all(
+        np.array_equal(given[mine], given[theirs].T) for mine, theirs in zip(head, reversed(table))
+    )
+    return head if same else ()
 
 
 def save_adapter(

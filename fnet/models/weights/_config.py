@@ -4,6 +4,7 @@ fields of config.json raise an error."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -225,85 +226,111 @@ class Config:
             raise ValueError(f"{'; '.join(problems[:LISTED])}{more}{advice}")
 
 
-def check(model, folder: Path) -> Config | None:
-    """Compares a model with the config.json of a folder.
+class Configuration:
+    """The config.json of a folder, which is read when it is first needed, and only then."""
 
-    Returns:
-        The `Config` that was used. The result is None if the folder has no config.json, or if a
-        training run wrote the config.json.
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.path = folder / "config.json"
 
-    Raises:
-        ValueError: config.json is damaged, or describes another model.
-    """
-    path = folder / "config.json"
-    if not os.path.lexists(path):
-        return None
-    config, who = read(path), type(model).__name__
-    known = getattr(model, "CONFIGS", {})
-    kind = kind_of(config)
-    reads = " or ".join(_word(each) for each in known) or "none (its class has no CONFIGS)"
-    if kind is None and (folder / "metrics.jsonl").is_file():
-        return None
-    if kind is None:
-        raise ValueError(
-            f"{path} has no 'model_type', so its model is unknown. A {who} reads {reads}."
-            " If it is not the configuration of these weights, load with check_config=False"
-        )
-    if not isinstance(kind, str) or kind not in known:
-        raise ValueError(
-            f"{path}: 'model_type' is {text_of(kind)}: these weights are for another model. "
-            f"A {who} reads {reads}"
-        )
-    try:
-        known[kind].check(model, config)
-    except ValueError as error:
-        unknown = "which fnet does not know" in str(error)
-        raise ValueError(
-            f"{path} does not describe this {who}: {error}"
-            + unknown * (". If a field has no effect on the output, load with check_config=False")
-        ) from None
-    return known[kind]
+    @functools.cached_property
+    def content(self) -> dict[str, Any]:
+        """The content of the file.
 
+        Raises:
+            ValueError: the file is damaged.
+        """
+        return read(self.path)
 
-def model(folder: Path, classes: Sequence[type]):
-    """Returns the model that the config.json of a folder describes.
+    @property
+    def kind(self) -> Any:
+        return kind_of(self.content)
 
-    Args:
-        folder: the folder.
-        classes: the classes of models. The first model class that supports the `model_type` and the
-            architecture in config.json is used.
+    def check(self, model) -> Config | None:
+        """Compares a model with the file.
 
-    Raises:
-        FileNotFoundError: the folder has no config.json.
-        ValueError: config.json is damaged, is not supported by any model class, or has fields that
-            are not supported or not known.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no config.json, so its model is unknown; pass the model, "
-            "pretrained.load(model, path)"
-        )
-    config = read(path)
-    kind = kind_of(config)
-    candidates = [cls for cls in classes if isinstance(kind, str) and kind in cls.CONFIGS]
-    if not candidates:
-        kinds = sorted({each for cls in classes for each in cls.CONFIGS})
-        meant = did_you_mean(str(kind), kinds)
-        raise ValueError(
-            f"{path}: 'model_type' is {text_of(kind)}, which fnet does not support"
-            + (f"; {meant} " if meant else "; ")
-            + f"it supports {', '.join(kinds)}"
-        )
-    cls = next(
-        (cls for cls in candidates if cls.CONFIGS[kind].reads_architecture(config)), candidates[0]
-    )
-    try:
-        return made(cls, cls.CONFIGS[kind], config)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} describes a {cls.__name__} that fnet does not support: {error}"
-        ) from None
+        Returns:
+            The `Config` that was used. The result is None if the folder has no config.json, or if a
+            training run wrote the config.json.
+
+        Raises:
+            ValueError: config.json is damaged, or describes another model.
+        """
+        if not os.path.lexists(self.path):
+            return None
+        if self.kind is None and (self.folder / "metrics.jsonl").is_file():
+            return None
+        table = self._table(model)
+        try:
+            table.check(model, self.content)
+        except ValueError as error:
+            unknown = "which fnet does not know" in str(error)
+            advice = ". If a field has no effect on the output, load with check_config=False"
+            raise ValueError(
+                f"{self.path} does not describe this {type(model).__name__}: {error}"
+                + unknown * advice
+            ) from None
+        return table
+
+    def model(self, classes: Sequence[type]) -> tuple[Any, Config]:
+        """Returns the model that the file describes, and the `Config` that was used.
+
+        Args:
+            classes: the classes of models. The first model class that supports the `model_type` and
+                the architecture in config.json is used.
+
+        Raises:
+            FileNotFoundError: the folder has no config.json.
+            ValueError: config.json is damaged, is not supported by any model class, or has fields
+                that are not supported or not known.
+        """
+        if not self.path.is_file():
+            raise FileNotFoundError(
+                f"{self.folder} has no config.json, so its model is unknown; pass the model, "
+                "pretrained.load(model, path)"
+            )
+        cls = self._class(classes)
+        table = cls.CONFIGS[self.kind]
+        try:
+            return made(cls, table, self.content), table
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path} describes a {cls.__name__} that fnet does not support: {error}"
+            ) from None
+
+    def _table(self, model) -> Config:
+        """Returns the meaning of the fields for a model."""
+        known, who = getattr(model, "CONFIGS", {}), type(model).__name__
+        reads = " or ".join(_word(each) for each in known) or "none (its class has no CONFIGS)"
+        if self.kind is None:
+            raise ValueError(
+                f"{self.path} has no 'model_type', so its model is unknown. A {who} reads {reads}."
+                " If it is not the configuration of these weights, load with check_config=False"
+            )
+        if not isinstance(self.kind, str) or self.kind not in known:
+            raise ValueError(
+                f"{self.path}: 'model_type' is {text_of(self.kind)}: these weights are for another "
+                f"model. A {who} reads {reads}"
+            )
+        return known[self.kind]
+
+    def _class(self, classes):
+        """Returns the first class that reads the `model_type` and the architecture."""
+        candidates = [
+            cls for cls in classes if isinstance(self.kind, str) and self.kind in cls.CONFIGS
+        ]
+        if not candidates:
+            kinds = sorted({each for cls in classes for each in cls.CONFIGS})
+            meant = did_you_mean(str(self.kind), kinds)
+            raise ValueError(
+                f"{self.path}: 'model_type' is {text_of(self.kind)}, which fnet does not support"
+                + (f"; {meant} " if meant else "; ")
+                + f"it supports {', '.join(kinds)}"
+            )
+        for cls in candidates:
+            if cls.CONFIGS[self.kind].reads_architecture(self.content):
+                return cls
+        return candidates[0]
 
 
 def made(cls, table, config):

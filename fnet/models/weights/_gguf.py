@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from fnet.models.language.decoder._decoder import Decoder
 from fnet.models.language.decoder._names import block
 from fnet.models.language.decoder._rope import LinearScaling
 from fnet.models.weights import _hub, _key_map, _match
+from fnet.models.weights._config import Configuration
 from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule
+from fnet.models.weights._weights import Weights
 
 _BLOCK = tuple(
     f"blk.{{i}}.{part}.weight"
@@ -104,8 +107,17 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
     >>> model.width, model.depth, params["head"]["kernel"].shape
     (4, 1, (4, 10))
     """
-    file = _hub.find(path)
-    reader = _open(file)
+    weights = _opened(_hub.find(path))
+    params: dict[str, Any] = {}
+    for entry in weights.key_map.reads:
+        tensors = [weights.tensors[key] for key in entry.keys]
+        put(params, entry.paths[0].split("/"), _array(weights.path, entry, tensors))
+    return weights.model, params, {}
+
+
+def _opened(file: Path) -> Weights:
+    """Returns the weights in a file, whose fields describe the model."""
+    reader = _reader(file)
     fields = {
         name: field.contents()
         for name, field in reader.fields.items()
@@ -115,7 +127,8 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
     model = _model(file, fields, tensors)
     if other := [name for name in reader.fields if not name.startswith(("llama.", *_ASIDE))]:
         raise ValueError(f"{file} has fields that fnet does not know: {', '.join(other[:4])}")
-    key_map = _key_map.key_map(_NAMES, "", _match.leaves_of(model)[1], "Decoder (gguf)")
+    kinds, leaves = _match.leaves_of(model)
+    key_map = _key_map.key_map(_NAMES, "", leaves, "Decoder (gguf)")
     wanted = key_map.keys()
     for what, names in (
         ("lacks", wanted.keys() - tensors.keys()),
@@ -126,17 +139,11 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
                 f"{file} {what} the arrays {', '.join(sorted(names)[:4])}"
                 + (" ..." if len(names) > 4 else "")
             )
-    params: dict[str, Any] = {}
-    for entry in key_map.reads:
-        put(
-            params,
-            entry.paths[0].split("/"),
-            _array(file, entry, [tensors[key] for key in entry.keys]),
-        )
-    return model, params, {}
+    weights = Weights(file, tensors, {}, Configuration(file.parent))
+    return dataclasses.replace(weights, model=model, framework="gguf", key_map=key_map, kinds=kinds)
 
 
-def _open(file: Path):
+def _reader(file: Path):
     """Opens a file with the class `GGUFReader` of the package gguf. Raises ValueError if the file
     is damaged, for example if a field extends beyond the end of the file."""
     try:

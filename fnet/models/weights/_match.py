@@ -1,19 +1,12 @@
-"""Matches a file of weights with a model: detects the framework of the names, and compares all keys
-and shapes."""
+"""A model and the frameworks of its `NAMES`: its arrays, the rules of a framework, and the fields that
+the weights of a framework require."""
 
 from __future__ import annotations
 
 import jax
-import numpy as np
-
-from fnet._util._nearest import nearest
-from fnet.models.weights import _key_map
-from fnet.models.weights._weight_names import Tied
-
-LISTED = 8  # number of problems that an error lists; the others are only counted
 
 
-def _known(model):
+def known_names(model):
     known = getattr(model, "NAMES", None)
     if not known:
         what = (
@@ -26,23 +19,8 @@ def _known(model):
     return known
 
 
-def renamed(model, tensors):
-    """Replaces the array names of older files (`Names.aliases`) by the current names, and returns
-    the tensors."""
-    aliases = {old: new for names in _known(model).values() for old, new in names.aliases.items()}
-    if not aliases:
-        return tensors
-
-    def now(key):
-        old = next((old for old in aliases if key.endswith(old)), None)
-        new = key if old is None else key.removesuffix(old) + aliases[old]
-        return key if new in tensors.arrays else new
-
-    return tensors._replace(arrays={now(key): array for key, array in tensors.arrays.items()})
-
-
 def rules_of(model, name):
-    known = _known(model)
+    known = known_names(model)
     if name not in known:
         raise ValueError(f"{type(model).__name__} has no names {name!r}; it has {', '.join(known)}")
     return known[name].of(model)
@@ -54,7 +32,7 @@ def who(model, name):
 
 def leaves_of(model):
     """Returns ({path: "params" or "state"}, {path: spec}) of all arrays of a model."""
-    _known(model)
+    known_names(model)
     spec = model.spec(*inputs_of(model))
     kinds, leaves = {}, {}
     for kind, tree in zip(("params", "state"), spec):
@@ -77,49 +55,18 @@ def get(tree, place):
     return tree
 
 
-def detect_names(model, leaves, tensors, name):
-    """Returns the framework whose naming rules match the most array names in the file, and its key
-    map."""
-    best, unfit = None, None
-    for each in _known(model) if name is None else (name,):
-        rules = rules_of(model, each)
-        for prefix in rules.prefixes:
-            try:
-                key_map = _key_map.key_map(rules, prefix, leaves, who(model, each))
-            except ValueError as error:  # this configuration has no rules for these names
-                unfit = unfit or error
-                continue
-            hits = sum(key in tensors.arrays for key in key_map.keys())
-            score = hits, not _differs(model, rules)
-            if best is None or score > best[0]:
-                best = score, each, key_map
-    if best is None:
-        raise unfit
-    (hits, _), detected, key_map = best
-    if 10 * hits < len(key_map.keys()):
-        wanted, held = (
-            ", ".join(map(repr, list(keys)[:3])) for keys in (key_map.keys(), tensors.arrays)
-        )
-        raise ValueError(
-            f"{tensors.path} contains no weights of a {type(model).__name__} with the names of "
-            f"{' or '.join(_known(model)) if name is None else name}: its keys are {held}, ...; "
-            f"expected {wanted}, ... for {detected}"
-        )
-    return detected, key_map
-
-
-def _differs(model, rules):
+def differs(model, rules):
     """Returns {field: required value} for model fields whose values differ from those that the
     weights require."""
     return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
 
 
 def names_to_write(model):
-    known = _known(model)
+    known = known_names(model)
     if len(known) == 1:
         return next(iter(known))
     fitting = [
-        name for name in known if not known[name].only_named and not _differs(model, known[name])
+        name for name in known if not known[name].only_named and not differs(model, known[name])
     ]
     if len(fitting) != 1:
         raise ValueError(
@@ -147,7 +94,7 @@ def check_config(model, name, path, compared=()):
     """
     wanted = {
         field: value
-        for field, value in _differs(model, rules_of(model, name)).items()
+        for field, value in differs(model, rules_of(model, name)).items()
         if field not in compared
     }
     if wanted:
@@ -162,67 +109,5 @@ def check_config(model, name, path, compared=()):
         )
 
 
-def check_keys(model, name, key_map, tensors):
-    """Compares the array names and shapes of a file with the key map, which contains the expected
-    keys and shapes."""
-    held, wanted, spare = (
-        tensors.arrays,
-        key_map.keys(),
-        {key: entry for entry in key_map.beside for key in entry.keys},
-    )
-    extra = [key for key in held if key not in wanted and key not in spare]
-    missing = [key for key in wanted if key not in held]
-
-    def lacking(key):
-        return f"{key!r} is missing (for {ours(wanted[key])}{_near(key, extra, '; the file has {!r}')})"
-
-    def unexpected(key):
-        return f"{key!r} {held[key].shape} is not expected{_near(key, missing, ' (did you mean {!r}?)')}"
-
-    def misshapen(key):
-        return f"{key!r}: expected shape {wanted[key].shape()} for {ours(wanted[key])}, got {held[key].shape}"
-
-    def untied(key):
-        return (
-            f"{key!r} must equal {ours(spare[key])}, because the model ties the two "
-            f"('tie_word_embeddings' in "
-            "config.json)"
-        )
-
-    wrong = [(lacking, key) for key in missing] + [(unexpected, key) for key in extra]
-    wrong += [
-        (misshapen, key)
-        for key, entry in wanted.items()
-        if key in held and held[key].shape != entry.shape()
-    ]
-    wrong += [
-        (untied, key)
-        for key, entry in spare.items()
-        if isinstance(entry.rule, Tied) and key in held and not _tied(key, entry, wanted, tensors)
-    ]
-    if wrong:
-        listed = "; ".join(say(key) for say, key in wrong[:LISTED])
-        rest = f"; and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
-        raise ValueError(
-            f"{tensors.path} does not match this {type(model).__name__} with the names of {name}: "
-            f"{listed}{rest}"
-        )
-
-
-def _tied(key, entry, wanted, tensors):
-    first = next(each for each in wanted.values() if each.paths == entry.paths)
-    if any(each not in tensors.arrays for each in first.keys):
-        return True  # already listed as missing
-    array = tensors.arrays[key]
-    return array.shape == entry.shape() and np.array_equal(
-        entry.rule.layout.ours(array), first.rule.layout.ours(tensors.arrays[first.keys[0]])
-    )
-
-
 def ours(entry):
     return " and ".join(map(repr, entry.paths))
-
-
-def _near(key, keys, text):
-    near = nearest(key, keys, similar=0.7)
-    return text.format(near[0]) if near else ""
