@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet import models
+from fnet import compress, models
 from fnet.models import pretrained
 
 KERNELS = {
@@ -127,7 +127,8 @@ def load(path):
 
 
 def save(model, params, path):
-    """Writes a model.bin, to a file or into a folder, and returns the path of the file.
+    """Writes a model.bin, to a file or into a folder, and returns the path of the file. Implicit
+    arrays, such as quantized ones, are written as the arrays that they represent.
 
     Raises:
         ValueError: run.c cannot run this model.
@@ -152,6 +153,7 @@ def save(model, params, path):
     if other:
         values = ", ".join(f"{name}={getattr(head.model(), name)!r}" for name in other)
         raise ValueError(f"{file}: llama2.c runs a Decoder with {values} alone")
+    params = compress.materialize(params)
     model.check(params, model.example())
     kernel = lambda layer: np.asarray(layer["kernel"]).swapaxes(-1, -2)
     blocks = params["blocks"]

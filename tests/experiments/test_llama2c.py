@@ -13,7 +13,7 @@ import pytest
 from checks import close
 from numpy_llama import Decoder
 
-from fnet import models
+from fnet import compress, models
 from fnet.models import pretrained
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -103,6 +103,14 @@ def test_converted_for_load(tied, tmp_path):
     changes = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     del changes["interleaved"]
     assert pretrained.model("stories260k", tmp_path, **changes) == other
+
+
+def test_implicit_arrays_are_written_as_what_they_represent(tmp_path):
+    params = filled(MODEL)
+    quantized = compress.quantize(params, {"blocks": compress.Int8(8)})
+    adapted = compress.lora(jax.random.key(0), quantized, {"blocks/attention/.*": 2})
+    _, read = llama2c.load(llama2c.save(MODEL, adapted, tmp_path))
+    close(read, compress.materialize(adapted), 0)
 
 
 def test_models_that_run_c_does_not_know(tmp_path):
