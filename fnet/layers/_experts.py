@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -235,7 +236,7 @@ def _masked_mean(valid: jax.Array | None, shape: tuple[int, ...]) -> Callable:
     return mean
 
 
-def _tiles(starts: jax.Array, sizes: jax.Array, pairs: int) -> tuple:
+def _tiles(starts: jax.Array, sizes: jax.Array, pairs: Any) -> tuple:
     """Divides the pairs (token, expert), sorted by expert, into tiles with the same number of rows.
 
     A tile contains (token, expert) pairs of one expert only.
@@ -243,7 +244,7 @@ def _tiles(starts: jax.Array, sizes: jax.Array, pairs: int) -> tuple:
     Args:
         starts: [E], the index of each expert's first (token, expert) pair.
         sizes: [E], the number of (token, expert) pairs of each expert.
-        pairs: the total number of (token, expert) pairs.
+        pairs: the total number of (token, expert) pairs, which is symbolic for a symbolic batch.
 
     Returns:
         (expert, index). `expert`, an array [tiles], contains the expert of each tile. `index`, an
