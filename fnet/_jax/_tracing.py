@@ -190,10 +190,8 @@ def bind_again(eqn: Any, arrays: list) -> list:
 
 
 def _high(eqn: Any) -> bool:
-    """Whether JAX must expand an equation into other equations before compilation, which is the
-    case for jnp.nonzero and jnp.unique since jax 0.12. If a jaxpr contains an equation to expand,
-    JAX sets the flag `is_high` of the jaxpr. Appending a copy of an equation does not set
-    `is_high`, so `bind_again` does not copy equations that JAX must expand."""
+    """Whether JAX must expand an equation before compilation, as jnp.nonzero since jax 0.12. A copy
+    of it would not set the flag `is_high` of its jaxpr, so `bind_again` does not copy it."""
     return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 

@@ -130,11 +130,7 @@ def _look_up(key: Any, options: Any, backend: Any, devices: Any, *callbacks: Any
 
 
 def _save(*args: Any) -> None:
-    """Writes a compiled program to the store, unless the program cannot be serialized. JAX calls
-    `_save` in place of its own function `put_executable_and_time`.
-
-    jaxlib 0.12 cannot serialize programs that call oneDNN. For these programs, the serialization
-    raises MemoryError, even if enough memory is free.
-    """
+    """Stands for JAX's `put_executable_and_time`. jaxlib 0.12 cannot serialize programs that call
+    oneDNN, and says so by a MemoryError."""
     with contextlib.suppress(MemoryError):
         _write(*args)

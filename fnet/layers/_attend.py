@@ -395,12 +395,7 @@ def _axes(eqn: Any) -> tuple:
 
 
 def _lower(params: dict, compute: Any, out: Any) -> dict | None:
-    """Returns a dict with the new dtypes that autocast sets in an equation with an attention
-    primitive.
-
-    If the equation's dtype is not float32 or if the user set a precision, the function returns
-    None, and autocast does not change the equation.
-    """
+    """Returns the dtypes that autocast sets, or None if the user has set a precision."""
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
         return None
     return {"compute": compute, "outs": (out,) * len(params["outs"])}

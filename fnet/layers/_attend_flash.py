@@ -303,17 +303,11 @@ _KERNELS = {
 
 
 def _split(kernel: Callable, form: Form, operands: tuple, results: tuple, partitioning: str) -> Any:
-    """Returns a function of `*arrays` that calls `kernel(form, operands, results, *arrays)`.
+    """Returns `kernel(form, operands, results, *arrays)` as a function of `*arrays`, which XLA may
+    partition along the batch and the heads.
 
-    XLA can partition the returned function along the batch and the heads. Arrays that are sharded
-    along the time axes or head_dim are gathered first.
-
-    Args:
-        operands, results: the axes of each array as a string of letters, such as "bthd". The
-            letters are b for batch, t and s for time, h and g for heads, and d for head_dim. A
-            capital letter, B or H, means that the batch axis or the axis of the heads has length 1.
-        partitioning: as in `refusal`. If `partitioning` is "whole", XLA does not partition the
-            program.
+    The axes are letters, such as "bthd": batch, time (t, s), heads (h, g) and head_dim. B and H are
+    axes of length 1. If `partitioning` is "whole", XLA does not partition the program.
     """
     if partitioning == "whole":
         return functools.partial(kernel, form, operands, results)

@@ -254,18 +254,11 @@ class BatchNorm(Layer):
 
 
 def _moments(x: jax.Array) -> tuple:
-    """Returns mean and biased variance over all axes except the last, both [channels], in one pass
-    over x.
+    """Returns mean and biased variance over all axes except the last, in one pass over x.
 
-    For each channel of x, the function subtracts a constant, sums the differences and the squares
-    of the differences, and computes the mean and the variance from the two sums. The constant that
-    is subtracted from a channel is the channel's value at the first position of the batch, x[0,
-    ..., 0, channel]. The choice of the subtracted constant affects only the rounding errors of the
-    mean and the variance. The rounding errors are small if the difference between the subtracted
-    constant and the channel's mean is not much larger than the channel's standard deviation (Chan,
-    Golub and LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5).
-    The array of the constants that are subtracted from the channels is named `fnet.jaxpr.SHIFT` by
-    `checkpoint_name`, so that a transform can find and replace it.
+    Each channel is shifted by its first value, so that the squares stay small (Chan, Golub and
+    LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5). The shifts
+    affect rounding only; they are named `fnet.jaxpr.SHIFT`, so that a transform can replace them.
     """
     axes = range(x.ndim - 1)
     if 0 in x.shape:
@@ -279,17 +272,11 @@ def _moments(x: jax.Array) -> tuple:
 
 
 def _own(x: jax.Array) -> jax.Array:
-    """Returns a copy of `x`, cast to float32 if the dtype of `x` is narrower.
+    """Returns a copy of `x`, cast to float32 if its dtype is narrower.
 
-    The normalization layer reads its input `x` only once, to copy it, and computes the mean and all
-    other values from the copy. If a normalization layer read its input `x` in several operations,
-    XLA:CPU would compute the gradient of the residual stream, including the gradients of all later
-    blocks, several times. If the layer copies its input `x`, JAX sums the gradients from all
-    operations that read the copy. JAX then adds only this sum to the gradients from other
-    operations that read `x`, such as a residual connection. On a CPU, copying the input of each
-    normalization layer halves the time of a training step of a ViT, because it avoids repeated
-    computation of gradients.
-    """
+    The layer reads `x` only here, so JAX sums the gradients of all its uses before it adds them to
+    the residual stream's, which XLA:CPU would otherwise compute several times: a training step of a
+    ViT took twice as long."""
     return jnp.copy(wide(x))
 
 
