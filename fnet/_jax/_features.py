@@ -8,7 +8,7 @@ disabled features of fnet.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -21,13 +21,13 @@ class Missing:
     def __init__(self, path: str, feature: str):
         self._path, self._feature = path, feature
 
-    def _fail(self) -> Any:
+    def _fail(self) -> NoReturn:
         raise NotImplementedError(
             f"{self._feature} needs {self._path}, which JAX {jax.__version__} does not have; use "
             "a version of JAX that fnet was tested with (constraints/)"
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._fail()
 
     def __getattr__(self, name: str) -> Any:
@@ -35,7 +35,7 @@ class Missing:
             raise AttributeError(name)
         self._fail()
 
-    def __bool__(self) -> Any:
+    def __bool__(self) -> bool:
         return False
 
 

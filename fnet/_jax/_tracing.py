@@ -222,7 +222,7 @@ def bind(primitive: Any, arrays: list, params: dict) -> list:
 
 
 @functools.lru_cache(4096)
-def _inlined(primitive: Any, params: dict, _numbers: Any) -> Any:
+def _inlined(primitive: Any, params: frozenset, _numbers: Any) -> Any:
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=_EARLY)
 
 

@@ -327,7 +327,7 @@ def _text(report: Roofline) -> str:
         lines.append(textwrap.fill(report.rule, 98, initial_indent="  ", subsequent_indent="  "))
     lines += [
         "FLOPs are exact (convolutions: padding included); bytes are estimated after fusion and "
-        "are ",
+        "are",
         f"between {si(report.count.io_bytes)}B (arguments and outputs) and "
         f"{si(report.count.total.bytes)}B (unfused)",
     ]

@@ -177,8 +177,8 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
     visible = getattr(device, "core_count", None)
     if not chip.known or not visible:
         return chip
-    whole_name, slice_name = split_mig(device.device_kind)
-    if slice_name is not None:
+    whole_name, slice_ = split_mig(device.device_kind)
+    if slice_ is not None:
         return _mig_slice(chip, chips.find(whole_name), visible)
     return _partition(chip, visible)
 

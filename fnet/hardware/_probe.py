@@ -183,9 +183,9 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
         x, w = numbers(shape, np.float32), jnp.asarray(numbers(weights, np.float32))
         for dtype in ("float32", "bfloat16"):
             args = (jnp.asarray(x, dtype), w, jnp.asarray(x, dtype))
-            # `tune` also selects oneDNN for steps that consist mostly of bfloat16 convolutions.
-            options = ONEDNN if (name, dtype) == ("conv", "bfloat16") and onednn() else None
             try:
+                # `tune` also selects oneDNN for steps that consist mostly of bfloat16 convolutions.
+                options = ONEDNN if (name, dtype) == ("conv", "bfloat16") and onednn() else None
                 compiled = jax.jit(run).lower(*args).compile(options)
                 jax.block_until_ready(compiled(*args))
             except Exception:  # XLA raises various exceptions for a dtype without code on this CPU

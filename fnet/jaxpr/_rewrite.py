@@ -254,6 +254,7 @@ class Interpreter:
         """
         outvars = closed.jaxpr.outvars
         pinned = [True] * len(outvars) if pin is None else pin
+        assert len(pinned) >= len(outvars)  # zip would drop outputs
 
         def call(*arrays: Any) -> list:
             values = [Value(x, note) for x, note in zip(arrays, notes)]

@@ -14,12 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
-from fnet.layers._attend_xla import Form
+from fnet.layers._attend_xla import Form, cast
 from fnet.layers._sizes import sized
 
 AMPERE, HOPPER = 8.0, 9.0
@@ -146,7 +145,7 @@ def backward(
     kinds = (*kinds, "bht", "bthd", "bthd")
     run = _split(_KERNELS[platform][1], form, kinds, ("bthd", "bsgd", "bsgd"), partitioning)
     gradient = _silent(blind, gradient)
-    of_q, of_k, of_v = run(*arrays, peak, _cast(out, compute), _cast(gradient, compute))
+    of_q, of_k, of_v = run(*arrays, peak, cast(out, compute), cast(gradient, compute))
     if lengths is not None:
         # The cotangents of padding keys are 0, but kernels return arbitrary values.
         real = _real(lengths, k)[:, :, None, None]
@@ -164,7 +163,7 @@ def _operands(
     """
     given = dict(zip(form.given, where))
     mask, lengths = given.get("mask"), given.get("lengths")
-    arrays, kinds = [_cast(x, compute) for x in (q, k, v)], ["bthd", "bsgd", "bsgd"]
+    arrays, kinds = [cast(x, compute) for x in (q, k, v)], ["bthd", "bsgd", "bsgd"]
     if mask is not None:
         if lengths is not None:
             mask, lengths = mask & _real(lengths, k)[:, None, None], None
@@ -258,7 +257,7 @@ def _splash_forward(
         causal=form.causal, window=form.window, block=_block(q, k), residuals=len(results) > 1
     )
     kernel = lambda q, k, v, *n: _jax.kernels.splash_attention(q, k, v, n[0] if n else None, **how)
-    q = _cast(q.astype(jnp.float32) * form.scale, q.dtype)
+    q = cast(q.astype(jnp.float32) * form.scale, q.dtype)
     out, *sums = jax.vmap(kernel)(
         *map(_heads_first, (q, k, v)), *([] if lengths is None else [lengths])
     )
@@ -279,13 +278,13 @@ def _splash_backward(
     kernel = lambda q, k, v, p, o, g, *n: _jax.kernels.splash_attention(
         q, k, v, n[0] if n else None, o, p, g, **how
     )
-    q = _cast(q.astype(jnp.float32) * form.scale, q.dtype)
+    q = cast(q.astype(jnp.float32) * form.scale, q.dtype)
     q, k, v, out, gradient = map(_heads_first, (q, k, v, out, gradient))
     gradients = jax.vmap(kernel)(
         q, k, v, peak, out, gradient, *([] if lengths is None else [lengths])
     )
     of_q, of_k, of_v = map(_heads_first, gradients)
-    return _cast(of_q.astype(jnp.float32) * form.scale, of_q.dtype), of_k, of_v
+    return cast(of_q.astype(jnp.float32) * form.scale, of_q.dtype), of_k, of_v
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
@@ -357,7 +356,3 @@ def _parts(mesh: Any, axes: Any) -> int:
     array."""
     names = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(mesh.shape[name] for name in names)
-
-
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)

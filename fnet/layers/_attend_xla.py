@@ -108,10 +108,10 @@ class Products(NamedTuple):
 
     def read(self, x: jax.Array) -> jax.Array:
         if self.compute == self.operand:
-            return _cast(x, self.compute)
+            return cast(x, self.compute)
         # Rounds the value but not the derivative; x + (rounded - x) is exact.
-        x = _cast(x, self.operand)
-        return x + lax.stop_gradient(_cast(_cast(x, self.compute), self.operand) - x)
+        x = cast(x, self.operand)
+        return x + lax.stop_gradient(cast(cast(x, self.compute), self.operand) - x)
 
     def rows(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Computes the matrix product x y^T for x [b, g, m, k] and y [b, g, n, k]."""
@@ -307,7 +307,7 @@ def tangent(
         lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[: len(form.given)])[0],
         (q, k, v),
         tuple(
-            _cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)
+            cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)
             for x, moves in zip((q, k, v), moving)
         ),
     )[1]
@@ -372,7 +372,7 @@ def _logits(
     return logits if mask is None else jnp.where(mask, logits, jnp.finfo(logits.dtype).min), mask
 
 
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 
 

@@ -161,6 +161,6 @@ def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, inline=True)
-def affine(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+def affine(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     y = lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
     return y + align(bias, y)

@@ -262,6 +262,8 @@ def _absorbed(eqn, inputs):
     operand that is not computed yet). Returns the new `_Pending`, or None if the elementwise
     operation cannot be merged, for example because neither of its operands is constant, or because
     the merged kernel would overflow or underflow."""
+    if len(eqn.outvars) != 1:  # such as a callback
+        return None
     name, y = eqn.primitive.name, eqn.outvars[0].aval
     which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
     if len(which) != 1:
@@ -273,24 +275,24 @@ def _absorbed(eqn, inputs):
     if name in ("copy", "convert_element_type"):
         return old
     with jax.ensure_compile_time_eval(), np.errstate(all="ignore"):
-        minus = jnp.full((1,) * y.ndim, -1, y.dtype)
         if name == "neg":
-            new = _scaled(old, minus)
+            new = _scaled(old, jnp.full((1,) * y.ndim, -1, y.dtype))
         elif name in ("add", "sub", "mul", "div") and isinstance(inputs[1 - i], _Known):
             constant = _along(inputs[1 - i], old, y.ndim)
-            new = None if constant is None else _combined(name, i, old, constant, minus)
+            new = None if constant is None else _combined(name, i, old, constant)
         else:
             return None
     return new and dataclasses.replace(new, folded=(*old.folded, name))
 
 
-def _combined(name, i, old, constant, minus):
+def _combined(name, i, old, constant):
     """Returns `old`, operand i of an arithmetic operation, combined with the other operand."""
     if name == "add":
         return _shifted(old, constant)
     if name == "sub" and i == 0:
         return _shifted(old, -constant)
     if name == "sub":  # c - y = -y + c
+        minus = jnp.full((1,) * constant.ndim, -1, constant.dtype)
         scale = minus if old.scale is None else -old.scale
         shift = None if old.shift is None else -old.shift
         return _shifted(dataclasses.replace(old, scale=scale, shift=shift), constant)

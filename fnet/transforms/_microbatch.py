@@ -315,7 +315,6 @@ class _Call:
             sources += [(i, k) for k in range(len(leaves))]
         sources += ["module"] * len(self.start[1])
         sources += ["batch"] * len(self.batch)
-        sources += [None] * (len(program.jaxpr.invars) - len(sources))
         arguments = {
             i: rebuild(leaves)
             for i, (leaves, rebuild) in self._rest.items()

@@ -31,7 +31,8 @@ class Program(NamedTuple):
     Attributes:
         jaxpr: the open jaxpr, with one output for each leaf of the results.
         inputs: for each input of the jaxpr, the argument to which it belongs: (position of the
-            argument, index of the leaf), "batch" for a slice of the batch, or None.
+            argument, index of the leaf), "index" for the number of the slice, "module" for an array
+            of a flax.nnx module, or "batch" for a slice of the batch.
         arguments: {position: tree} for the arguments that are not batched.
         results: the tree of the results, with a `jax.ShapeDtypeStruct` for each leaf.
     """

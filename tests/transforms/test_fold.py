@@ -310,3 +310,17 @@ def test_errors():
         jax.jit(lambda w: ft.fold(lambda p, x: x @ p["w"], {"w": w})(jnp.ones((2, 3))))(
             jnp.ones((3, 3))
         )
+
+
+def test_equations_without_results_stay():
+    seen = []
+
+    def f(params, x):
+        y = x @ params
+        jax.debug.callback(seen.append, y)
+        return y + 1.0
+
+    params, x = random(4, 6), random(5, 4)
+    close(ft.fold(f, params)(x), x @ params + 1.0, 1e-5)
+    jax.effects_barrier()
+    assert len(seen) == 1

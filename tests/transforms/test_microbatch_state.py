@@ -285,9 +285,8 @@ def test_a_weight_leaves_the_updates_of_modules_alone():
 
 def _merged(params, rest, x):
     """A module that exists inside the function alone, with its statistics as second result."""
-    model = nnx.merge(
-        nnx.graphdef(Block()), params, rest, copy=True
-    )  # they may belong to an outer trace
+    # Copies, because the arguments may belong to an outer trace.
+    model = nnx.merge(nnx.graphdef(Block()), params, rest, copy=True)
     return jnp.square(model(x)).mean(), nnx.state(model, nnx.BatchStat)
 
 
