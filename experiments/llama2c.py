@@ -87,11 +87,12 @@ class Header(NamedTuple):
 
 
 def is_file(path):
-    """Whether a path is that of a model.bin, or the folder of one without other weights."""
+    """Whether a path is that of a model.bin, or the folder of one without other weights. A file
+    with the name of PyTorch's pickles is none."""
     path = Path(path)
     if path.is_dir():
         return (path / "model.bin").is_file() and not any(path.glob("*.safetensors"))
-    return path.suffix == ".bin" and path.is_file()
+    return path.suffix == ".bin" and path.is_file() and not path.name.startswith("pytorch_model")
 
 
 def model_of(path):

@@ -131,7 +131,8 @@ def _parsed(head: bytes) -> dict[str, Any]:
     if head.count(b"[") + head.count(b"{") > _LISTS:
         raise ValueError(f"its header contains more than {_LISTS:,} lists and objects")
     try:
-        header = json.loads(head.decode(), object_pairs_hook=_unique)
+        text = head.decode()
+        header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
@@ -143,7 +144,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     held = dict(pairs)
     if len(held) < len(pairs):
         raise ValueError("its header has a name twice")
+    texts = [*held, *(value for value in held.values() if isinstance(value, str))]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise ValueError("its header has half a character (a lone surrogate)") from None
     return held
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"its header contains {text}, which JSON does not have")
 
 
 def _texts(metadata: Any) -> dict[str, str]:
@@ -157,19 +167,22 @@ def _texts(metadata: Any) -> dict[str, str]:
 def _tensor(name: str, entry: Any) -> tuple[str, np.dtype, tuple[int, ...], int, int]:
     """Returns (name, dtype, shape, begin, end) of a tensor, begin and end in bytes of the data."""
     try:
-        code, shape = entry["dtype"], tuple(entry["shape"])
-        low, high = entry["data_offsets"]
+        code, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(shape, list):
+            raise TypeError
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"{name!r} needs a dtype, a shape and two data_offsets") from None
     if code in _OTHERS:
         raise Unsupported(f"{name!r} has dtype {code}, which fnet does not support")
     if not isinstance(code, str) or code not in DTYPES:
         raise ValueError(f"{name!r} has the unknown dtype {str(code)[:20]!r}")
-    if len(shape) > _AXES or not all(_is_size(n) for n in shape):
-        raise ValueError(f"{name!r} has shape {str(shape)[:80]}, which is not possible")
+    # NumPy refuses a shape by the product of its other axes even if one has size 0.
+    possible = len(shape) <= _AXES and all(_is_size(n) for n in shape)
+    if not possible or math.prod(n or 1 for n in shape) >= _LARGEST:
+        raise ValueError(f"{name!r} has shape {str(tuple(shape))[:80]}, which is not possible")
     if not (_is_size(low) and _is_size(high)):
         raise ValueError(f"{name!r} lies at {str(low)[:20]} to {str(high)[:20]}")
-    return name, np.dtype(DTYPES[code]), shape, low, high
+    return name, np.dtype(DTYPES[code]), tuple(shape), low, high
 
 
 def _is_size(n: Any) -> bool:

@@ -265,6 +265,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
     ...     models.pretrained.model("resnet18", file, depths=(1,), width=4) == small
     True
     """
+    _class_of(name)  # an unknown name raises before weights are searched or downloaded
     return _preset(name, find(name if path is None else path), changes).model
 
 
@@ -360,15 +361,9 @@ def _preset(name, path, changes, names=None):
 
 
 def _described(path):
-    """Returns the weights at `path` with the model that the config.json beside them describes.
-
-    Raises:
-        FileNotFoundError: the folder contains no weights or no config.json.
-        ValueError: fnet has no model that config.json describes.
-    """
+    """Returns the weights at `path` with the model that the config.json beside them describes."""
     weights = Weights.open(path)
-    model, config = weights.configuration.model(_classes())
-    return weights.of(model, config).of_keys()
+    return weights.of(weights.configuration.model(_classes())).of_keys()
 
 
 def _existing(name, revision):

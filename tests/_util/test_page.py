@@ -31,12 +31,13 @@ def test_the_policy_names_the_script_of_the_page_and_what_is_allowed_besides():
     allow = {"connect-src": "'self'", "img-src": "blob:"}
     text = _page.page("t", "", style=STYLE, script=SCRIPT, allow=allow)
     script = re.search("<script>(.*)</script>", text, re.DOTALL)[1]
+    style = re.search("<style>(.*)</style>", text, re.DOTALL)[1]
     policy = re.search('Policy" content="(.*?)"', text)[1]
     assert policy == _page.policy(STYLE, SCRIPT, allow)
     assert policy.split("; ") == [
         "default-src 'none'",
         f"script-src {sha(script)}",
-        policy.split("; ")[2],
+        f"style-src {sha(style)}",
         "img-src data: blob:",
         "connect-src 'self'",
         "base-uri 'none'",

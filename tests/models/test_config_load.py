@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 from typing import ClassVar
 
 import jax
@@ -43,6 +44,17 @@ def test_load_compares(tmp_path):
     written(tmp_path, CONFIG | {"mlp_bias": True})
     with pytest.raises(ValueError, match="'mlp_bias' is True, the model has mlp_bias=False"):
         pretrained.load(SMALL, tmp_path)
+
+
+def test_a_config_json_that_contradicts_itself(tmp_path):
+    """The shapes of GPT-2's arrays do not show the number of heads."""
+    model = models.GPT(vocab_size=12, width=8, depth=1, heads=4, context=6)
+    params, _ = model.init(jax.random.key(0), model.example())
+    pretrained.save(model, params, {}, tmp_path, names="huggingface")
+    file = tmp_path / "config.json"
+    written(tmp_path, json.loads(file.read_text()) | {"num_attention_heads": 2})
+    with pytest.raises(ValueError, match="'n_head' is 4, the model has heads=2"):
+        pretrained.load(tmp_path)
 
 
 @pytest.mark.quick_cases("Decoder--")

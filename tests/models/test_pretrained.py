@@ -509,6 +509,8 @@ def test_a_name_that_is_not_on_this_disk(small_is_published, tmp_path):
     )
     refused(ValueError, "no model has a preset 'smaal'; did you mean 'small'?", "smaal")
     refused(ValueError, "no model has a preset 'zzz'; there are .*resnet50", "zzz")
+    with pytest.raises(ValueError, match=r"no model has a preset 'smaal'; did you mean 'small'?"):
+        pretrained.model("smaal")
 
 
 def test_hugging_faces_cache_stands_where_its_client_puts_it(monkeypatch):

@@ -235,11 +235,7 @@ class Configuration:
 
     @functools.cached_property
     def content(self) -> dict[str, Any]:
-        """The content of the file.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """The content of the file. Raises ValueError if it is damaged."""
         return read(self.path)
 
     @property
@@ -272,8 +268,8 @@ class Configuration:
             ) from None
         return table
 
-    def model(self, classes: Sequence[type]) -> tuple[Any, Config]:
-        """Returns the model that the file describes, and the `Config` that was used.
+    def model(self, classes: Sequence[type]) -> Any:
+        """Returns the model that the file describes.
 
         Args:
             classes: the classes of models. The first model class that supports the `model_type` and
@@ -292,7 +288,7 @@ class Configuration:
         cls = self._class(classes)
         table = cls.CONFIGS[self.kind]
         try:
-            return made(cls, table, self.content), table
+            return made(cls, table, self.content)
         except ValueError as error:
             raise ValueError(
                 f"{self.path} describes a {cls.__name__} that fnet does not support: {error}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,7 @@ def _opened(file: Path) -> Weights:
     model = _model(file, fields, tensors)
     if other := [name for name in reader.fields if not name.startswith(("llama.", *_ASIDE))]:
         raise ValueError(f"{file} has fields that fnet does not know: {', '.join(other[:4])}")
-    kinds, leaves = _match.leaves_of(model)
+    _, leaves = _match.leaves_of(model)
     key_map = _key_map.key_map(_NAMES, "", leaves, "Decoder (gguf)")
     wanted = key_map.keys()
     for what, names in (
@@ -139,8 +138,7 @@ def _opened(file: Path) -> Weights:
                 f"{file} {what} the arrays {', '.join(sorted(names)[:4])}"
                 + (" ..." if len(names) > 4 else "")
             )
-    weights = Weights(file, tensors, {}, Configuration(file.parent))
-    return dataclasses.replace(weights, model=model, framework="gguf", key_map=key_map, kinds=kinds)
+    return Weights(file, tensors, {}, Configuration(file.parent), model, key_map=key_map)
 
 
 def _reader(file: Path):

@@ -13,11 +13,9 @@ import numpy as np
 from fnet._util._nearest import nearest
 from fnet.layers._spec import put
 from fnet.models.weights import _key_map, _match, _tensors
-from fnet.models.weights._config import Config, Configuration
+from fnet.models.weights._config import LISTED, Config, Configuration
 from fnet.models.weights._key_map import Entry, KeyMap
 from fnet.models.weights._weight_names import Rule, Spare, Tied
-
-_LISTED = 8  # number of problems that an error lists; the others are only counted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +31,6 @@ class Weights:
         metadata: the texts in the file.
         configuration: the config.json beside the file, which is read when it is first needed.
         model: the model, from `of` on.
-        config: what the fields of the configuration mean, if the model was made from it.
         framework: a key of the model's `NAMES`, from `matched` on.
         key_map: the keys of the model's arrays, from `matched` on.
         kinds: {path of an array of the model: "params" or "state"}, from `matched` on.
@@ -44,7 +41,6 @@ class Weights:
     metadata: Mapping[str, str]
     configuration: Configuration
     model: Any = None
-    config: Config | None = None
     framework: str = ""
     key_map: KeyMap = dataclasses.field(default_factory=lambda: KeyMap([], []))
     kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -78,33 +74,24 @@ class Weights:
         prefix = _key_map.prefix_to_write(rules, leaves)
         key_map = _key_map.key_map(rules, prefix, leaves, _match.who(model, framework))
         nowhere = Path()
-        return cls(nowhere, {}, {}, Configuration(nowhere), model, None, framework, key_map, kinds)
+        return cls(nowhere, {}, {}, Configuration(nowhere), model, framework, key_map, kinds)
 
-    def of(self, model: Any, config: Config | None = None) -> Weights:
-        """Returns the weights of a model: names of older files are replaced by the current ones.
-
-        Args:
-            model: the model.
-            config: the description of the config.json from which the model was made, or None.
+    def of(self, model: Any) -> Weights:
+        """Returns the weights of a model, with current names in place of those of older files.
 
         Raises:
             TypeError: the model has no `NAMES`.
         """
-        tensors = _renamed(model, self.tensors)
-        return dataclasses.replace(self, model=model, config=config, tensors=tensors)
+        return dataclasses.replace(self, model=model, tensors=_renamed(model, self.tensors))
 
     def of_keys(self) -> Weights:
         """Returns the weights of the model with the fields that only the keys determine."""
         return dataclasses.replace(self, model=self.model.of_keys(self.tensors))
 
     def compared(self) -> Config | None:
-        """Compares the model with the config.json, if there is one and the model was not made from
-        it. Returns the description of the config.json, or None.
-
-        Raises:
-            ValueError: config.json is damaged, or describes another model.
-        """
-        return self.config or self.configuration.check(self.model)
+        """Compares the model with the config.json, if there is one; see `Configuration.check`. A
+        model that was made from it is compared, too: two fields may contradict each other."""
+        return self.configuration.check(self.model)
 
     def matched(self, names: str | None = None) -> Weights:
         """Returns the weights with the framework of their names, and the key map.
@@ -308,10 +295,10 @@ def _check_keys(model, name, key_map, arrays, path):
                 "('tie_word_embeddings' in config.json)"
             )
     if problems:
-        rest = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
         raise ValueError(
             f"{path} does not match this {type(model).__name__} with the names of {name}: "
-            f"{'; '.join(problems[:_LISTED])}{rest}"
+            f"{'; '.join(problems[:LISTED])}{rest}"
         )
 
 
