@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Letter = Any  # of any hashable type
@@ -23,7 +24,7 @@ class AxisMap(NamedTuple):
         operands: for each operand, the letters of each of its axes.
         results: the same for each result.
         fixed: {letter: why its size cannot change}, such as "sorted". A letter that is in no result
-            and not in `fixed` is summed over.
+            and not in `fixed` is summed over, or its size is 1.
     """
 
     sizes: Mapping[Letter, int]
@@ -45,16 +46,24 @@ class AxisMap(NamedTuple):
 
         If a reshape splits the axis, its major part continues the axis. If a reshape joins it with
         others, the joined axis continues the axis only if it is the major part. If the axis lies in
-        `pieces` on as many devices, the major part must consist of whole pieces.
+        `pieces` on as many devices, the major part that both have must consist of whole pieces.
         """
-        letter = self._major(self.operands[operand][axis])
-        if letter is None or self.sizes[letter] % pieces:
-            return [None] * len(self.results)
-        return [_find(letter, map(self._major, array)) for array in self.results]
+        given = self._longer(self.operands[operand][axis])
+        return [self._place(given, array, pieces) for array in self.results]
 
-    def _major(self, axis: Letters) -> Letter | None:
-        longer = [letter for letter in axis if self.sizes[letter] != 1]
-        return next(iter(longer or axis), None)
+    def _place(self, given: Letters, array: Array, pieces: int) -> int | None:
+        for i, axis in enumerate(array):
+            pairs = zip(given, self._longer(axis))
+            shared = tuple(
+                a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+            )
+            if shared and self.size(shared) % pieces == 0:
+                return i
+        return None
+
+    def _longer(self, axis: Letters) -> Letters:
+        """Returns the letters of an axis that are longer than 1, or all if none is."""
+        return tuple(letter for letter in axis if self.sizes[letter] != 1) or axis
 
     def __str__(self) -> str:
         """Writes the map as einops does, with letters of fixed sizes in upper case, 1 for an axis
@@ -72,10 +81,6 @@ class AxisMap(NamedTuple):
 
         arrays = lambda side: ", ".join(" ".join(map(written, array)) or "()" for array in side)
         return f"{arrays(self.operands)} -> {arrays(self.results)}"
-
-
-def _find(letter: Letter, letters: Iterable[Letter]) -> int | None:
-    return next((i for i, each in enumerate(letters) if each == letter), None)
 
 
 class Drawing:

@@ -23,6 +23,8 @@ def batch_axes(eqn: Any, notes: Sequence[Note], pieces: int = 1) -> list[Note]:
         return [None] * len(eqn.outvars)
     if (axes := axis_map(eqn)) is not None:
         given = [(i, note) for i, note in enumerate(notes) if note is not None]
+        if name == "gather":  # a row of the result is the row of its index, wherever it was found
+            given.reverse()
         found = _first(axes.follow(i, note, pieces) for i, note in given)
     elif name == "scan":
         found = _scanned(eqn, notes, pieces)

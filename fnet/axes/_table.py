@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from fnet.axes._axis_map import Array, AxisMap, Drawing, Letter, Letters
 from fnet.jaxpr._equations import BILINEAR, Product, product
 from fnet.jaxpr._primitives import POINTWISE, description
@@ -96,10 +98,27 @@ def _created(eqn: Any, new: Drawing) -> Sides:
 
 
 def _random_bits(eqn: Any, new: Drawing) -> Sides:
-    (key,), (out,) = new.arrays(eqn.invars, why := "an axis of random keys"), eqn.outvars
-    numbers = tuple(new.axis(size) for size in _shape(out)[len(key) :])
-    keys = tuple(new.axis(size, why) for size in _shape(out)[: len(key)])
-    return [key], [(*keys, *numbers)]
+    (keys,) = new.arrays(eqn.invars, _KEYS)
+    numbers = _shape(eqn.outvars[0])[len(keys) :]
+    return [keys], [(*keys, *map(new.axis, numbers))]
+
+
+def _keys(eqn: Any, new: Drawing) -> Sides:
+    """Seeds and the words of raw keys begin with the axes of the keys; a number that is folded into
+    all keys does not."""
+    arrays = (*eqn.invars, *eqn.outvars)
+    keys = next(v for v in arrays if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key))
+    shared = new.array(keys, _KEYS)
+
+    def array(v: Any) -> Array:
+        if _shape(v)[: len(shared)] != _shape(keys):
+            return new.array(v, _KEYS)
+        return (*shared, *(new.axis(size, _KEYS) for size in _shape(v)[len(shared) :]))
+
+    return list(map(array, eqn.invars)), list(map(array, eqn.outvars))
+
+
+_KEYS = "an axis of random keys"
 
 
 def _bitcast(eqn: Any, new: Drawing) -> Sides:
@@ -309,7 +328,7 @@ def _window(eqn: Any, new: Drawing) -> Sides:
     for v, array in zip(eqn.outvars, operands):
         out = []
         for axis, size, (width, stride, padding) in zip(array, _shape(v), per_axis):
-            if (width, stride, *padding) == (1, 1, 0, 0):
+            if (width, stride, *padding) == (1, 1, 0, 0) and size == new.sizes[axis[0]]:
                 out.append(axis)
             else:
                 new.fix("space", axis)
@@ -372,7 +391,7 @@ def _unstack(eqn: Any, new: Drawing) -> Sides:
 
 def _tile(eqn: Any, new: Drawing) -> Sides:
     array = new.array(eqn.invars[0])
-    counts = map(new.axis, options(eqn).reps)
+    counts = [new.axis(count, "tiled") for count in options(eqn).reps]
     return [array], [tuple((*count, *axis) for count, axis in zip(counts, array))]
 
 
@@ -463,6 +482,8 @@ def _scatter(eqn: Any, new: Drawing) -> Sides:
     rows = [i for i in range(len(updates)) if i not in numbers.update_window_dims]
     for i, axis in zip(rows, indices):
         updates[i] = axis
+        if axis not in array:  # an update that is left out leaves the operand's value
+            new.fix("updated by index", axis)
     removed = (*numbers.inserted_window_dims, *batching)
     windows = _windows(len(array), numbers.update_window_dims, removed)
     for i, axis in enumerate(array):
@@ -483,10 +504,7 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("iota", "empty"), _created),
     "random_bits": _random_bits,
-    **{
-        f"random_{name}": _fixed("an axis of random keys")
-        for name in ("seed", "wrap", "unwrap", "fold_in")
-    },
+    **{f"random_{name}": _keys for name in ("seed", "wrap", "unwrap", "fold_in")},
     "reduce_sum": _reduced(None),
     **{
         f"reduce_{name}": _reduced(f"the {what} over it is taken")

@@ -402,3 +402,43 @@ def test_other_arguments_that_need_the_whole_axis_are_an_error():
         ValueError, match=r"axis 1 of 'in' was cut, but with these arguments .*an axis of a result"
     ):
         shrunk.f(shrunk.params, X, hidden=True)
+
+
+HIDDEN = {name: PARAMS[name] for name in ("in", "out")}  # an axis that can always be pruned
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda at, y: at.set(y),
+        lambda at, y: at.add(jnp.exp(y)),
+        lambda at, y: at.multiply(y),
+        lambda at, y: at.max(y),
+    ],
+)
+def test_updates_by_index_are_not_left_out(update):
+    """Left out, an update would leave the operand's value, which is not that of a zero."""
+    params = {**HIDDEN, "w": DRAW.normal(size=(3, 4)).astype(np.float32)}
+    params["w"][:, 1] = 0
+
+    def f(params, x):
+        y = jnp.tanh(x @ params["in"]) @ params["out"] @ params["w"]
+        return update(jnp.ones((len(x), 6)).at[:, np.array([0, 2, 3, 5])], y).sum(1)
+
+    shrunk = compress.shrink(f, params, X, fraction=0.25)
+    small = shrunk.params
+    assert small["w"].shape[1] == 4 and small["in"].shape[1] < 8
+    np.testing.assert_allclose(shrunk.f(small, X), f(small, X), rtol=1e-5, atol=1e-5)
+
+
+def test_the_count_of_tiles_is_kept():
+    params = {**HIDDEN, "v": np.arange(6, dtype=np.float32)}
+
+    def f(params, x):
+        y = jnp.tanh(x @ params["in"]) @ params["out"]
+        return (jnp.tile(y, (1, 2)) * params["v"][None]).sum(1)
+
+    shrunk = compress.shrink(f, params, X, fraction=0.25)
+    small = shrunk.params
+    assert small["v"].size == 2 * small["out"].shape[1] and small["in"].shape[1] < 8
+    np.testing.assert_allclose(shrunk.f(small, X), f(small, X), rtol=1e-5, atol=1e-5)
