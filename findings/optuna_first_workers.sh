@@ -1,5 +1,5 @@
 #!/bin/sh
-# Optuna: of two processes that begin a study in one new SQLite file, most often one ends with an error, also with load_if_exists=True.
+# Optuna: of two processes that begin a study in one new SQLite file, one may end with an error, also with load_if_exists=True.
 set -eu
 python=${PYTHON:-python3}
 folder=$(mktemp -d)

@@ -6,6 +6,7 @@ In the HTML pages, text such as parameter names is escaped, so that it cannot ru
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -91,6 +92,7 @@ def _joined(names: str) -> str:
     return "\n".join(_asset(name) for name in names.split())
 
 
+@functools.cache
 def _asset(name: str) -> str:
     package, _, file = name.partition("/")
     return resources.files(package).joinpath(file).read_text(encoding="utf-8")

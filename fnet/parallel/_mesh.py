@@ -37,7 +37,7 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
 
     fixed = math.prod(n for n in lengths.values() if n != -1)
     if "slice" not in lengths and target.groups > 1:
-        # An axis for the slices, unless the lengths that were asked for fill all devices.
+        # An axis for the slices, if the lengths leave room for it.
         if open_axes or fixed * target.groups == target.count:
             lengths["slice"] = target.groups
             fixed *= target.groups

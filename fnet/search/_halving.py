@@ -1,8 +1,8 @@
 """Successive halving and Hyperband, which stop the training of bad members (training runs) early.
 
 Optuna's pruners would not do: they judge each run when it reports, by the runs that have reported
-before it, and not a population at the end of a rung. Of nine members in three rungs, they train
-1 to 9 to the end (17 to 81 steps in place of 21), depending on the order.
+before it, and not a population at the end of a rung. Of nine members in three rungs, how many
+they train to the end depends on the order in which members report.
 """
 
 from __future__ import annotations

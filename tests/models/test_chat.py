@@ -338,7 +338,7 @@ def test_jinja2_is_not_installed(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(
         ModuleNotFoundError,
-        match=r"need the package jinja2, which is not installed: pip install jinja2$",
+        match=r"need the package jinja2, which is not installed: pip install 'jinja2>=3.1.6'$",
     ):
         models.ChatTemplate("a").render(USER)
 

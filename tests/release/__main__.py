@@ -24,7 +24,7 @@ ROOT = distributions.ROOT
 
 
 def supported() -> list[str]:
-    """The versions of Python for which there is a tested set."""
+    """The versions of Python that have a file in constraints/."""
     versions = [path.stem[2:] for path in (ROOT / "constraints").glob("py3.*.txt")]
     return sorted(versions, key=lambda version: int(version.split(".")[1]))
 

@@ -50,7 +50,7 @@ class ChatTemplate:
         template = models.ChatTemplate.read(folder)
         text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
 
-    Chat templates are programs in the template language Jinja (`pip install jinja2`). Chat
+    Chat templates are programs in the template language Jinja (`pip install 'jinja2>=3.1.6'`). Chat
     templates run in a sandbox without access to Python, files or the network, and with limits on
     iterations and on the lengths of texts. As in transformers, templates may use loop controls,
     `raise_exception`, `strftime_now`, `tojson` and `{% generation %}`.
@@ -164,7 +164,9 @@ class ChatTemplate:
         try:
             from fnet.models.tokenizers import _sandbox
         except ModuleNotFoundError:
-            raise ModuleNotFoundError(_missing.message("chat templates need", "jinja2")) from None
+            raise ModuleNotFoundError(
+                _missing.message("chat templates need", "jinja2>=3.1.6")
+            ) from None
         values = {
             **self.tokens,
             **_plain("variables", variables),

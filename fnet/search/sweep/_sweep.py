@@ -15,7 +15,7 @@ has a result, or when its time is used up.
 
 Optuna's storages would not do: they take a trial for lost when its worker sends no heartbeat, so a
 killed worker's process that goes on and the worker that retries its trial train in one folder at
-the same time (the steps 1, 2, 3, 3, 4, 4, 5, 5), and they would make Optuna a dependency of every
+the same time, and they would make Optuna a dependency of every
 sweep.
 """
 
