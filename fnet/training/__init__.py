@@ -15,6 +15,7 @@ from fnet.training._state import TrainState
 from fnet.training._train import train
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._load import Snapshot, load, restore
+from fnet.training.checkpoints._orbax import from_orbax, to_orbax
 from fnet.training.checkpoints._reading import CheckpointError, CheckpointWarning
 from fnet.training.checkpoints._workdir import clear
 from fnet.training.data import _datasets as datasets
@@ -103,6 +104,7 @@ __all__ = [
     "flags",
     "from_dict",
     "from_iterator",
+    "from_orbax",
     "load",
     "load_config",
     "lookahead",
@@ -126,5 +128,6 @@ __all__ = [
     "split",
     "stretches",
     "svrg",
+    "to_orbax",
     "train",
 ]
