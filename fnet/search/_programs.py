@@ -160,7 +160,7 @@ class Bayesian:
     Args:
       space: the space of the hyperparameters.
       seed: the seed of the sampler. With the same seed and the same scores, `ask` returns the same
-          points.
+          points, in Optuna 4.9 and in Optuna 5, whose own defaults differ.
 
     Raises:
       ModuleNotFoundError: Optuna is not installed.
@@ -177,9 +177,17 @@ class Bayesian:
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna
-        self._study = optuna.create_study(
-            direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed)
+        # The defaults of `multivariate` and `constant_liar` changed in Optuna 5. These are the defaults of
+        # Optuna 4, with which 4.9 and 5.0 propose the same points. With multivariate=True they do
+        # not, because the two versions compute other bandwidths.
+        sampler = optuna.samplers.TPESampler(
+            seed=seed,
+            n_startup_trials=10,
+            n_ei_candidates=24,
+            multivariate=False,
+            constant_liar=False,
         )
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
         self._space = {name: self._distribution(kind) for name, kind in space.items()}
         self._open: dict[tuple, list] = {}
 

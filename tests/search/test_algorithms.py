@@ -272,6 +272,57 @@ def test_bayesian_optimization_by_optuna():
     assert other.best[1] == max(map(goal, seen[:-1]))
 
 
+# What Optuna 4.9 proposes with its own defaults, in rounds 0, 3 and 7 of four points.
+PROPOSED = {
+    0: [
+        (-8.473834212520856, 0.13172711156111802, "b", 6),
+        (0.7699174082086735, 0.010103732850016273, "b", 3),
+        (3.5845999224188105, 0.16404241128227343, "a", 2),
+        (8.191870554392274, 0.000713742264336183, "b", 1),
+    ],
+    3: [
+        (0.09986928830356989, 0.0001496256902781703, "b", 5),
+        (0.21326431517064282, 0.8408941748084171, "b", 5),
+        (-0.7946918444033767, 0.8194656181172176, "b", 5),
+        (-0.03843790155633764, 0.926779758271255, "b", 5),
+    ],
+    7: [
+        (2.148584762928465, 0.312048761065919, "a", 1),
+        (1.8102580645343331, 0.07057981829897246, "a", 1),
+        (-2.662779024702196, 0.28012800933207116, "a", 1),
+        (9.234332743379412, 0.08364568502837666, "a", 1),
+    ],
+}
+
+
+def test_a_seed_of_bayesian_optimization_means_the_same_with_each_optuna():
+    pytest.importorskip("optuna", "4.9")
+    space = search.Space(
+        x=search.Uniform(-10, 10),
+        rate=search.LogUniform(1e-4, 1),
+        kind=search.Choice(("a", "b")),
+        n=search.Integer(1, 6),
+    )
+
+    def goal(p):
+        closeness = (p["x"] - 2) ** 2 + (np.log10(p["rate"]) + 2) ** 2
+        return -closeness - 5 * (p["kind"] == "a") - p["n"]
+
+    bayesian = search.Bayesian(space, seed=7)
+    for i in range(8):
+        points = bayesian.ask(4)
+        if i in PROPOSED:
+            for point, expected in zip(points, PROPOSED[i], strict=True):
+                numbers = [point["x"], point["rate"], point["n"]]
+                np.testing.assert_allclose(numbers, [*expected[:2], expected[3]], 1e-9)
+                assert point["kind"] == expected[2]
+        scores = [goal(point) for point in points]
+        if i == 2:
+            scores[3] = float("nan")  # a failure
+        bayesian.tell(points, scores)
+    assert bayesian.best[1] == pytest.approx(-1.274296100581715, rel=1e-9)
+
+
 def test_errors():
     init_n, step_n = quadratic()
     state = init_n(jax.random.key(0), {"rate": jnp.ones(4)})
