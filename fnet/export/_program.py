@@ -125,7 +125,7 @@ class Program:
         path: str | os.PathLike,
         *,
         entry: str = "predict",
-        opset: int = 20,
+        opset: int | None = None,
         fused: bool = True,
         external: bool | None = None,
         check: bool = True,
@@ -140,11 +140,16 @@ class Program:
         Args:
             path: the file to write, such as "digits.onnx".
             entry: the name of the entry point. Default "predict".
-            opset: the version of ONNX's operators, an integer of at least 18. Default 20.
+            opset: the version of ONNX's operators, an integer of at least 18. Default None: 23 if
+                the program has RMS normalizations or attentions without a mask that become single
+                operators, otherwise 20. A runtime that does not know opset 23, such as onnxruntime
+                before 1.23, needs `opset=20`.
             fused: whether groups of operations are replaced by single operators that compute the
                 same. The operators are LayerNormalization, Gelu (of a program with erf, with opset
-                20 or later), and RMSNormalization and Attention (with opset 23 or later). An exact
-                GELU with erfc becomes fewer operators. Default True.
+                20 or later), and RMSNormalization and Attention (with opset 23 or later). An
+                attention with a mask becomes an operator only with an explicit `opset`, because
+                NaN or Inf in a hidden key then reaches every query. An exact GELU with erfc
+                becomes fewer operators. Default True.
             external: whether the weights are written to a separate file, path + ".data". Default
                 None: the weights are written to a separate file only if they exceed 1.9 GB.
             check: whether to run the model in onnxruntime and compare the outputs, with drawn
@@ -180,7 +185,7 @@ class Program:
         Compares the outputs in LiteRT with the outputs of the program.
 
         In the LiteRT model, all sizes are fixed, and scans are unrolled. This method needs
-        the packages litert-converter, ai-edge-litert and ai-edge-quantizer, but not TensorFlow. The
+        the packages litert-converter, ai-edge-litert and litert-quantizer, but not TensorFlow. The
         method is experimental, because litert-converter has no public API.
 
             program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])

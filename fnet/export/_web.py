@@ -86,10 +86,12 @@ def web(
         raise ValueError(f"export.web: margin={margin}: expected a number in [0, 0.5)")
     distribution, folder = _runtime(runtime), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    program.onnx(folder / "model.onnx", external=False)
+    # Opset 20, because the version of onnxruntime-web is the user's: the earliest that know
+    # opset 23 are of 2025.
+    program.onnx(folder / "model.onnx", opset=20, external=False)
     prepared = "preprocess" in program.entries
     if prepared:
-        program.onnx(folder / "preprocess.onnx", entry="preprocess", external=False)
+        program.onnx(folder / "preprocess.onnx", entry="preprocess", opset=20, external=False)
     for name in (_MODULE, _BINARY):
         shutil.copyfile(distribution / name, folder / name)
     page = _page.page(

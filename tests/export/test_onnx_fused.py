@@ -1,6 +1,7 @@
 """Fused operators of ONNX replace equal operations of any library, and nothing else."""
 
 import collections
+import itertools
 import math
 
 import equinox as eqx
@@ -39,6 +40,7 @@ ATTENTIONS = dict.fromkeys(
     ),
     1,
 ) | {"ModernBert": 3}  # the first block, and two in the bodies of loops
+WITHOUT_MASK = "ViT", "DeiT", "DINOv2", "CLIPVision"
 X, TIMES, HEADS = normal(4, 8), normal(2, 5, 8), normal(2, 6, 4, 8)
 
 
@@ -333,6 +335,52 @@ def test_the_option_and_the_opset(tmp_path):
     assert "norm/LayerNormalization" in names
 
 
+@pytest.mark.parametrize(
+    "name, wanted, opset",
+    [
+        ("GPT", {"LayerNormalization": 3}, 20),
+        ("Decoder", {"RMSNormalization": 3}, 23),
+        ("ViT", {"LayerNormalization": 3, "Attention": 1}, 23),
+    ],
+)
+def test_the_default_opset(name, wanted, opset, tmp_path):
+    """Opset 23 only where it gains something, and no attention with a mask, here a causal one."""
+    f, params, _, _ = build(name)
+    program = export.program(f, params, **specs_of(name))
+    program.onnx(tmp_path / "f.onnx", check=False)
+    model = onnx.load(tmp_path / "f.onnx")
+    assert found(tmp_path / "f.onnx") == wanted and model.opset_import[0].version == opset
+    program.onnx(tmp_path / "f.onnx", fused=False, check=False)
+    model = onnx.load(tmp_path / "f.onnx")
+    assert found(tmp_path / "f.onnx") == {} and model.opset_import[0].version == 20
+
+
+def test_by_default_nan_and_inf_go_where_they_go_in_jax(tmp_path):
+    """Into a query, a key or a value, which a mask hides or not. With the operator of onnxruntime, a
+    hidden key would reach all queries."""
+    attend = nn.dot_product_attention
+    program = export.program(
+        lambda params, q, k, v, mask: (attend(q, k, v), attend(q, k, v, mask=mask)),
+        {},
+        **{name: export.spec("b, t, 4, 8") for name in "qkv"},
+        mask=export.spec("b, 1, t, t", "bool"),
+    )
+    program.onnx(tmp_path / "f.onnx")
+    assert found(tmp_path / "f.onnx") == ATTENTION  # the one without a mask
+    session = onnxruntime.InferenceSession(str(tmp_path / "f.onnx"))
+    draw = np.random.default_rng(1)
+    finite = {name: draw.normal(size=(2, 6, 4, 8)).astype(np.float32) for name in "qkv"}
+    mask = np.ones((2, 1, 6, 6), bool)
+    mask[..., 3] = False
+    for name, value in itertools.product("qkv", (np.nan, np.inf, -np.inf)):
+        changed = finite[name].copy()
+        changed[0, 3, 1, 2] = value
+        inputs = {**finite, name: changed, "mask": mask}
+        results = session.run(None, inputs)
+        for y, wanted in zip(results, program.call("predict", *inputs.values()), strict=True):
+            np.testing.assert_allclose(y, wanted, 1e-5, 1e-6)
+
+
 def test_the_tails_of_gelus(tmp_path):
     """An exact GELU has no cancellation below 0, and 1 + tanh is exactly 0 far out."""
     x = np.concatenate(
@@ -362,17 +410,20 @@ def test_the_tails_of_gelus(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", DISTINCT)
 def test_models(name, tmp_path):
-    """Models at two sizes, with the operators of opset 23 and without."""
+    """Models at two sizes, with the operators of opset 23, without, and with those of the default."""
     f, params, _, shapes = build(name)
     program = export.program(f, params, **specs_of(name))
-    for fused in (True, False):
-        program.onnx(tmp_path / "f.onnx", opset=23, fused=fused, check=False)
+    for options in ({}, {"opset": 23}, {"opset": 23, "fused": False}):
+        program.onnx(tmp_path / "f.onnx", check=False, **options)
         for shape in shapes:
             assert (
                 _onnx.compare(program, tmp_path / "f.onnx", inputs=list(inputs(name, shape)))
                 <= 1e-5
             )
-        if not fused:
+        attentions = found(tmp_path / "f.onnx").get("Attention", 0)
+        if "fused" in options:
             assert found(tmp_path / "f.onnx") == {}
+        elif options:
+            assert attentions == ATTENTIONS.get(name, 0)
         else:
-            assert found(tmp_path / "f.onnx").get("Attention", 0) == ATTENTIONS.get(name, 0)
+            assert attentions == (1 if name in WITHOUT_MASK else 0)

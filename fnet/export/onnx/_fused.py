@@ -24,24 +24,56 @@ from fnet.export._choices import choices
 from fnet.export.onnx import _functions
 from fnet.export.standalone import _interpret, _sizes
 
-_SINCE = {"layer_norm": 18, "erfc_gelu": 18, "gelu": 20, "rms_norm": 23, "attention": 23}  # opsets
+_SINCE = {  # opsets
+    "layer_norm": 18,
+    "erfc_gelu": 18,
+    "gelu": 20,
+    "rms_norm": 23,
+    "attention": 23,
+    "masked_attention": 23,
+}
+# In onnxruntime, NaN or Inf in a key that a mask hides reaches all queries.
+_UNEQUAL = {"masked_attention"}
 _REACH, _LIMIT = 12, 120  # the maximum number of equations up to an input, and in a candidate
 _CLIMB = {"mul", "div", "add", "sub", "broadcast", "reshape", "transpose", "convert", "select"}
 _VALUES = 1 << 24  # elements of the largest value that is evaluated
 
 
-def fused(stable: dict, opset: int, constraints: Iterable[str] = ()) -> dict:
+def fused(
+    stable: dict, opset: int, constraints: Iterable[str] = (), *, unequal: bool = True
+) -> dict:
     """Replaces groups of operations by equivalent ONNX operators, one for each group, and returns
-    the new program. Only operators that exist in version `opset` of ONNX's operators are used. The
-    argument `stable` is the program as JSON data, see `export._stable`, and `constraints` are those
-    on its symbolic sizes."""
+    the new program.
+
+    Args:
+        stable: the program as JSON data, see `export._stable`.
+        opset: only operators that exist in this version of ONNX's operators are used.
+        constraints: those on the symbolic sizes of the program.
+        unequal: whether to use also the operators that onnxruntime computes differently if an input
+            contains NaN or Inf.
+    """
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
+    kinds -= set() if unequal else _UNEQUAL
     names = sorted(
         {name for _, shape in stable["values"] for n in shape for name in _sizes.variables(n)}
     )
     return _fused(
         stable, stable["values"], kinds, choices(names, constraints) or [dict.fromkeys(names, 2)]
     )
+
+
+def needs(stable: dict) -> int:
+    """Returns the oldest opset that has all operators which `fused` put into a program."""
+    newest = 0
+    for operation, _, _, options, _ in stable["equations"]:
+        bodies = [each for option in options.values() for each in _listed(option)]
+        inner = [needs(each) for each in bodies if isinstance(each, dict) and "equations" in each]
+        newest = max([newest, _SINCE.get(operation, 0), *inner])
+    return newest
+
+
+def _listed(option):
+    return option if isinstance(option, list) else [option]
 
 
 def _fused(body, values, kinds, sizes):
@@ -391,7 +423,7 @@ def _attention(c, kinds):
     masks = [
         m for m in masks if m not in cuts and len(c.shape(m)) == 4 and c.values[m][0] == "bool"
     ]
-    if len(masks) > 1:
+    if len(masks) > 1 or (masks and "masked_attention" not in kinds):
         return None
     for root in itertools.islice(c.after(after[2][0]), 4):
         if not _divided(c, root, start, cuts):

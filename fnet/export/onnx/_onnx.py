@@ -20,7 +20,7 @@ from fnet.export.onnx import _elementwise, _fused, _products, _reductions
 from fnet.export.onnx._graph import Graph, evaluated
 from fnet.export.standalone import _outputs, _rounding, _signature, _sizes
 
-OPSET, OLDEST = 20, 18
+OLDEST, USUAL, FUSED = 18, 20, 23  # opsets
 LARGE = (
     1_900_000_000  # bytes above which the weights are in a separate file; protobuf's limit is 2 GB
 )
@@ -42,7 +42,7 @@ def save(
     path: str | os.PathLike,
     *,
     entry: str = "predict",
-    opset: int = OPSET,
+    opset: int | None = None,
     fused: bool = True,
     external: bool | None = None,
     check: bool = True,
@@ -56,7 +56,7 @@ def save(
             _missing.message("ONNX needs", "onnx", "onnxruntime", error=error)
         ) from None
     newest = onnx.defs.onnx_opset_version()
-    if not OLDEST <= opset <= newest:
+    if opset is not None and not OLDEST <= opset <= newest:
         raise ValueError(f"Program.onnx: opset={opset}: expected {OLDEST} to {newest}")
     if entry not in program.entries:
         raise ValueError(
@@ -65,9 +65,14 @@ def save(
         )
     traced = program.entries[entry]
     stable, constants = _stable.stable(traced.closed)
-    model = _Model(
-        onnx, _fused.fused(stable, opset, traced.constraints) if fused else stable, opset
-    )
+    if not fused:
+        opset = USUAL if opset is None else opset
+    elif opset is None:
+        stable = _fused.fused(stable, FUSED, traced.constraints, unequal=False)
+        opset = max(USUAL, _fused.needs(stable))
+    else:
+        stable = _fused.fused(stable, opset, traced.constraints)
+    model = _Model(onnx, stable, opset)
     names = [*(f"constant/{i}" for i in range(len(constants))), *traced.weights]
     arrays = [*constants, *(np.asarray(program.weights[name]) for name in traced.weights)]
     inputs, outputs = described_leaves(traced.inputs), described_leaves([("output", traced.output)])
