@@ -16,6 +16,8 @@ endef
 
 # tritonclient excludes the tested version of ml_dtypes, which it uses for bfloat16 alone.
 triton = $(1) -m pip install --quiet --disable-pip-version-check --no-deps tritonclient==2.73.0
+# So do the packages of LiteRT, for what fnet does not use of them.
+litert = $(1) -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/litert.txt
 
 .PHONY: demo test test-exhaustive test-all numerical test-isa torture verify-pretrained verify-programs verify-export special-values mutation pods lint docs dist bench clean
 .DELETE_ON_ERROR:
@@ -116,6 +118,7 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv $(VENV)
 	$(call install,$(BIN)/python,dev$(comma)experiments)
 	$(call triton,$(BIN)/python)
+	$(call litert,$(BIN)/python)
 	@touch $@
 
 .venv-bench/.installed: pyproject.toml $(wildcard constraints/*.txt)
@@ -143,6 +146,7 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv .venv-export
 	$(call install,.venv-export/bin/python,dev$(comma)experiments)
 	$(call triton,.venv-export/bin/python)
+	$(call litert,.venv-export/bin/python)
 	.venv-export/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/export.txt
 	if command -v npm >/dev/null; then npm install --silent --no-save --prefix .venv-export onnxruntime-web@1.30.0; fi
 	@touch $@

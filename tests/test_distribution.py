@@ -219,6 +219,38 @@ def test_the_version_and_the_classifiers_are_those_of_the_code_and_of_the_constr
     assert PROJECT["requires-python"] == f">={oldest}"
 
 
+def pins(path):
+    """Returns {distribution: version} of a file in constraints."""
+    lines = [line.split("#")[0].split(";")[0].strip() for line in path.read_text().splitlines()]
+    return {normalized(name): version for name, version in (x.split("==") for x in lines if x)}
+
+
+def test_what_runs_in_the_tests_is_pinned_for_every_python():
+    """Optuna, Grain, datasets and LiteRT, without which some tests skip."""
+    optional = "optuna", "grain", "datasets", "onnxruntime", "chex"
+    assert set(optional) <= {name_of(line) for line in EXTRAS["dev"]}
+    files = sorted((ROOT / "constraints").glob("py3.*.txt"))
+    assert all(set(optional) <= pins(path).keys() for path in files)
+    assert all(pins(path)["optuna"] >= "5" for path in files)
+    tested = pins(ROOT / "constraints" / "litert.txt")
+    for line in EXTRAS["litert"]:
+        name, version = line.split("==")
+        assert tested[name].startswith(version.removesuffix("*"))
+
+
+def test_chex_is_for_tests_alone():
+    """It alone keeps pip from installing litert-converter."""
+    naming = [name for name, extra in EXTRAS.items() if "chex" in map(name_of, extra)]
+    assert naming == ["dev"] and "chex" not in map(name_of, PROJECT["dependencies"])
+    imported = [
+        str(path)
+        for path, tree in programs("chex")
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and "chex" in ast.unparse(node)
+    ]
+    assert not imported
+
+
 def programs(*words):
     """Yields (path, tree) of the files of fnet that contain one of the words."""
     for path in SOURCES:

@@ -232,9 +232,9 @@ def test_errors(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "litert_converter", None)
     with pytest.raises(
         ImportError,
-        match=r"LiteRT needs the packages litert-converter, ai-edge-litert and ai-edge-quantizer "
+        match=r"LiteRT needs the packages litert-converter, ai-edge-litert and litert-quantizer "
         r"\(.*\): pip install litert-converter==0\.5\.0 'ai-edge-litert==2\.3\.\*' "
-        r"'ai-edge-quantizer==0\.10\.\*'\. They exist for some versions of Python and systems alone; "
+        r"'litert-quantizer==0\.11\.\*'\. They exist for some versions of Python and systems alone; "
         r"this is Python 3\.\d+ on \w+",
     ):
         program.litert(tmp_path / "f.tflite")

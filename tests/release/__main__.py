@@ -4,7 +4,8 @@
     make dist ARGS=--pythons=3.12            # of this one alone
 
 Each environment is empty but for what pip installs with the distribution, from an index and without
-constraints, as for a new user. That takes minutes, so CI tests only the parts of this program.
+constraints, as for a new user. pip also resolves the extras of users, each in one command. That takes
+minutes, so CI tests only the parts of this program.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from tests.release import distributions, trial
 
 ROOT = distributions.ROOT
+DEVELOPERS = "dev", "docs", "bench", "programs", "verify"  # extras of those who work on fnet
+# Extras that need other versions than the rest. What chex needs, which is in the extra "dev", no
+# version of litert-converter allows.
+ALONE = "litert", "cuda12", "cuda13"
 
 
 def supported() -> list[str]:
@@ -72,6 +78,23 @@ def check(file: Path, python: str, folder: Path) -> None:
     trial.try_out(inside, folder / "empty")
 
 
+def commands() -> list[str]:
+    """Returns the extras of users, such as "grain,onnx", in as many groups as pip needs commands."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"]) - set(DEVELOPERS) - set(ALONE)
+    return [*ALONE, ",".join(sorted(extras))]
+
+
+def resolve(file: Path, python: str, folder: Path) -> None:
+    """Lets pip find versions, with wheels, of all that the extras of users need in an empty
+    environment. Nothing is installed."""
+    subprocess.run([python, "-m", "venv", folder / "environment"], check=True)
+    inside = folder / "environment" / "bin" / "python"
+    pip = [inside, "-m", "pip", "install", "--quiet", "--dry-run", "--only-binary=:all:"]
+    for extras in commands():
+        trial.run([*pip, f"{file}[{extras}]"], folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make dist")
     parser.add_argument(
@@ -96,6 +119,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as temporary:
                 check(path, python, Path(temporary))
             print(f"Python {version}: {path.name} installs and runs", flush=True)
+        with tempfile.TemporaryDirectory() as temporary:
+            resolve(files[0], python, Path(temporary))
+        print(f"Python {version}: pip resolves [{'], ['.join(commands())}]", flush=True)
     print(f"Install it with:  pip install '{files[0].relative_to(ROOT)}'")
 
 

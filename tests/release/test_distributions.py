@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
@@ -94,6 +95,22 @@ def test_an_interpreter_that_does_not_run_is_none(monkeypatch, tmp_path):
     folder.mkdir(parents=True)
     (folder / "python").symlink_to(sys.executable)
     assert make_dist.interpreter(here) in (f"/usr/bin/python{here}", str(folder / "python"))
+
+
+def test_every_extra_of_users_is_resolved_in_one_command(monkeypatch, tmp_path):
+    project = tomllib.loads((make_dist.ROOT / "pyproject.toml").read_text())["project"]
+    *alone, together = make_dist.commands()
+    every = [*make_dist.DEVELOPERS, *alone, *together.split(",")]
+    assert sorted(every) == sorted(project["optional-dependencies"])
+    assert {"grain", "onnx", "search"} <= set(together.split(",")) and "litert" in alone
+    ran = []
+    monkeypatch.setattr(trial, "run", lambda command, folder: ran.append(command))
+    monkeypatch.setattr(subprocess, "run", lambda command, check: None)
+    make_dist.resolve(tmp_path / "f.whl", sys.executable, tmp_path)
+    assert [command[-1] for command in ran] == [
+        f"{tmp_path / 'f.whl'}[{extras}]" for extras in make_dist.commands()
+    ]
+    assert all("--dry-run" in command for command in ran)
 
 
 def test_a_distribution_without_fnet_fails_its_trial(tmp_path):

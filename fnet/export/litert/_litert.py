@@ -322,7 +322,7 @@ def _run(path, signature, traced, inputs) -> dict[str, np.ndarray]:
 def _interpreter() -> Any:
     """Imports the packages of LiteRT, and returns the class of its interpreter."""
     try:
-        import ai_edge_quantizer  # noqa: F401
+        import litert_quantizer  # noqa: F401
         from ai_edge_litert.interpreter import Interpreter
         from litert_converter import mlir  # noqa: F401
     except ImportError as error:
@@ -332,7 +332,7 @@ def _interpreter() -> Any:
                 "LiteRT needs",
                 "litert-converter==0.5.0",
                 "ai-edge-litert==2.3.*",
-                "ai-edge-quantizer==0.10.*",
+                "litert-quantizer==0.11.*",
                 error=error,
                 note=". They exist for some versions of Python and systems alone; this is Python "
                 f"{version} on {sys.platform}",
@@ -477,7 +477,7 @@ def _converted(signatures) -> bytes:
 
 def _quantized(data: bytes, dtype: str) -> bytes:
     """Converts the weights of a float32 model to float16 or int8, and returns the new model."""
-    from ai_edge_quantizer import quantizer
+    from litert_quantizer import quantizer
 
     with (
         contextlib.redirect_stdout(io.StringIO()),
