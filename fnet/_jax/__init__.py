@@ -12,6 +12,12 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 
 from fnet._jax._features import disabled
+from fnet._jax._hijax import (
+    classic_tracing,
+    hi_primitive,
+    make_jaxpr,
+    without_hi_primitives,
+)
 from fnet._jax._jaxprs import close, consts_as_inputs, evaluate, hoisted, unplaced, used_inputs
 from fnet._jax._rules import CustomJvp, CustomVjp, custom_vmap_rule
 from fnet._jax._tracing import (
@@ -42,6 +48,7 @@ __all__ = [
     "Primitive",
     "bind",
     "bind_again",
+    "classic_tracing",
     "close",
     "consts_as_inputs",
     "context_mesh",
@@ -50,9 +57,11 @@ __all__ = [
     "disabled",
     "equation_context",
     "evaluate",
+    "hi_primitive",
     "hoisted",
     "kernels_in_exports",
     "line",
+    "make_jaxpr",
     "name_stack",
     "names_context",
     "origin",
@@ -64,6 +73,7 @@ __all__ = [
     "used_inputs",
     "varies_over",
     "vary_alike",
+    "without_hi_primitives",
     "without_locations",
     "zeros",
 ]

@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 from jax.interpreters import ad
 
+from fnet._jax._hijax import classic_tracing, make_jaxpr, without_hi_primitives
 from fnet._jax._jaxprs import ClosedJaxpr, close
 
 
@@ -31,8 +32,9 @@ class CustomJvp:
             zeros: for each input, whether its tangent is zero. The first inputs are the closed-over
                 constants, whose tangents are zero.
         """
-        jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self.consts :])
-        return ClosedJaxpr(jaxpr, consts), list(zeros_out)
+        with classic_tracing():
+            jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self.consts :])
+        return without_hi_primitives(ClosedJaxpr(jaxpr, consts)), list(zeros_out)
 
 
 class Forward(NamedTuple):
@@ -65,10 +67,12 @@ class CustomVjp:
         including constants. The boolean of an input is True if the input is differentiated."""
         perturbed = tuple(perturbed[self.consts :])
         if perturbed not in self._forward:
-            jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+            with classic_tracing():
+                jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+            closed = without_hi_primitives(ClosedJaxpr(jaxpr, consts))
             _, tree, forwarded = self._params["out_trees"]()
             count = tree.num_leaves - sum(i is not None for i in forwarded)
-            self._forward[perturbed] = Forward(ClosedJaxpr(jaxpr, consts), count, tuple(forwarded))
+            self._forward[perturbed] = Forward(closed, count, tuple(forwarded))
         return self._forward[perturbed]
 
     def backward(self, forward: Forward, zeros: list[bool]) -> tuple[Any, list[bool]]:
@@ -107,7 +111,7 @@ class CustomVjp:
             live[:] = [not isinstance(g, (ad.Zero, SymbolicZero)) for g in gradients]
             return [g for g, nonzero in zip(gradients, live) if nonzero]
 
-        closed = jax.make_jaxpr(run)(
+        closed = make_jaxpr(run)(
             self._types,
             [_aval(v) for v in saved],
             [v.aval for v, zero in zip(outputs, zeros) if not zero and _inexact(v)],
@@ -128,7 +132,7 @@ def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tup
         flags[:] = jax.tree.leaves(which)
         return jax.tree.leaves(outputs)
 
-    return jax.make_jaxpr(rule)(*types), flags
+    return make_jaxpr(rule)(*types), flags
 
 
 def _aval(atom: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
+from fnet import _jax
 from fnet.compress._rules import is_kernel
 from fnet.compress._wrapped import Wrapped
 from fnet.jaxpr import implicit_dot, is_implicit, tag
@@ -60,7 +61,7 @@ class Product:
     def key(self) -> tuple:
         """The key by which `grouped` groups operations. The key is a tuple that contains the jaxpr
         of the operation, and the shapes and dtypes of the operands."""
-        program = jax.make_jaxpr(self.function)(self.x, self.w)
+        program = _jax.make_jaxpr(self.function)(self.x, self.w)
         return self.x.shape, str(self.x.dtype), self.w.shape, self.axes, self.sliced, str(program)
 
 

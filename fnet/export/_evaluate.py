@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fnet import _jax
 from fnet.export.standalone import _loaded, _reader, _signature, _sizes
 
 
@@ -111,7 +112,7 @@ def _others(name: str) -> Mapping[str, Any]:
     if name not in _CALLS:
         return {}
     x = np.ones((1, 2, 2), np.float32)
-    equations = jax.make_jaxpr(_CALLS[name])(x).jaxpr.eqns
+    equations = _jax.make_jaxpr(_CALLS[name])(x).jaxpr.eqns
     return next(eqn.params for eqn in equations if eqn.primitive is getattr(lax, f"{name}_p"))
 
 
@@ -290,7 +291,7 @@ def _scatter(run, options, types, x, indices, updates):
         indices,
         updates,
         dimension_numbers=numbers,
-        update_jaxpr=combine and jax.make_jaxpr(combine)(scalar, scalar).jaxpr,
+        update_jaxpr=combine and _jax.make_jaxpr(combine)(scalar, scalar).jaxpr,
         update_consts=(),
         mode=mode,
         **_promises(options),

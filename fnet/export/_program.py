@@ -309,7 +309,7 @@ def _traced(f, params, state, specs):
         return jax.tree.leaves(y)
 
     weight_types = [jax.ShapeDtypeStruct(x.shape, _traced_dtype(x)) for x in held]
-    closed = jaxpr.inlined(jax.make_jaxpr(run)(*weight_types, *types))
+    closed = jaxpr.inlined(_jax.make_jaxpr(run)(*weight_types, *types))
     constants = [_constant(x) for x in closed.consts]
     closed = _jax.close(_jax.consts_as_inputs(closed))
     described_inputs = [(name, described(inputs[name])) for name in specs]

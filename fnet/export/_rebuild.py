@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from fnet import _jax
 from fnet.export import _evaluate, _write
 from fnet.export._entry import Entry
 from fnet.export._program import Program
@@ -108,7 +109,7 @@ def _entry(bundle, name) -> Entry:
         known = dict(zip(stable["constants"], arrays))
         return _evaluate.Run(values, known, shape).body(stable, arrays[len(stable["constants"]) :])
 
-    closed = jax.make_jaxpr(run)(*(type_of(i) for i in (*stable["constants"], *stable["inputs"])))
+    closed = _jax.make_jaxpr(run)(*(type_of(i) for i in (*stable["constants"], *stable["inputs"])))
     return Entry(
         closed,
         names,

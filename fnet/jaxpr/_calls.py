@@ -85,7 +85,7 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
         return (_body("shard_map", params["jaxpr"], shards, inputs),)
     if name == "custom_linear_solve":
         return (_body("solve", params["jaxprs"].solve, 1, None),)
-    if name in _COMBINING:
+    if name in _COMBINING or _jax.hi_primitive(eqn) is not None:
         return ()
     return tuple(_body("other", jaxpr, 1, None) for jaxpr in _jaxprs_in(params))
 

@@ -105,7 +105,7 @@ def _while(
     def rewritten(closed: Any, consts: list[Value], wanted: tuple) -> Any:
         notes = [*_notes(consts), *[None] * len(start)]
         types = map(jax.typeof, [*arrays_of(consts), *start])
-        return jax.make_jaxpr(interpreter.body(closed, scope, wanted, notes))(*types)
+        return _jax.make_jaxpr(interpreter.body(closed, scope, wanted, notes))(*types)
 
     test = rewritten(params["cond_jaxpr"], test_consts, (None,))
     step = rewritten(params["body_jaxpr"], step_consts, wanted)
@@ -136,7 +136,7 @@ def _cond(
     notes = _notes(operands)
     branches = [interpreter.body(branch.closed, scope, wanted, notes) for branch in bodies(eqn)]
     types = [jax.typeof(value.x) for value in operands]
-    closed = [jax.make_jaxpr(branch)(*types) for branch in branches]
+    closed = [_jax.make_jaxpr(branch)(*types) for branch in branches]
     if any(isinstance(c, (jax.core.Tracer, jax.Ref)) for each in closed for c in each.consts):
         # The branches close over values, which lax.switch passes as operands.
         return [Value(y) for y in lax.switch(index.x, branches, *arrays_of(operands))]

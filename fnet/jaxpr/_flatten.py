@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fnet import _jax
 from fnet.jaxpr._calls import CALLS, INLINED
 from fnet.jaxpr._enter import inline
 from fnet.jaxpr._primitives import description
@@ -55,7 +56,7 @@ def flatten(closed: Any) -> Any:
 
 
 def _again(interpreter: Interpreter, closed: Any) -> Any:
-    return jax.make_jaxpr(lambda *arrays: interpreter.outputs(closed, arrays))(*closed.in_avals)
+    return _jax.make_jaxpr(lambda *arrays: interpreter.outputs(closed, arrays))(*closed.in_avals)
 
 
 class _Inliner(Interpreter):

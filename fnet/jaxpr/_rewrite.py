@@ -153,14 +153,17 @@ class Interpreter:
     def run(self, f: Callable, args: tuple, kwargs: dict) -> Any:
         """Evaluates the rewritten f(*args, **kwargs)."""
         traced = Traced(f, args, kwargs)
-        return traced.result(self.outputs(self.opened(traced.closed), traced.arrays))
+        with _jax.classic_tracing():
+            outputs = self.outputs(self.opened(traced.closed), traced.arrays)
+        return traced.result(outputs)
 
     def examine(self, f: Callable, args: tuple, kwargs: dict) -> None:
         """Rewrites f for the given arguments, without computing anything. The arguments may contain
         `jax.ShapeDtypeStruct`s instead of arrays."""
         traced = Traced(f, args, kwargs)
         closed = self.opened(traced.closed)
-        jax.eval_shape(lambda arrays: self.outputs(closed, arrays), traced.arrays)
+        with _jax.classic_tracing():
+            jax.eval_shape(lambda arrays: self.outputs(closed, arrays), traced.arrays)
 
     def outputs(self, closed: Any, arrays: Iterable) -> list:
         """Evaluates the rewritten jaxpr of a whole function, and returns the outputs."""
@@ -258,7 +261,8 @@ class Interpreter:
 
         def call(*arrays: Any) -> list:
             values = [Value(x, note) for x, note in zip(arrays, notes)]
-            outputs = self.evaluate(closed.jaxpr, closed.consts, values, at, wanted)
+            with _jax.classic_tracing():  # JAX calls the rules of derivatives later
+                outputs = self.evaluate(closed.jaxpr, closed.consts, values, at, wanted)
             rewritten.notes = [y.note for y in outputs]
             return [
                 restore(y, v.aval) if restores else y.x
@@ -285,7 +289,7 @@ class Interpreter:
             return cache[key]
         closed = _jax.close(jaxpr)
         call = self.body(closed, at, wanted, notes, pin=[False] * len(closed.jaxpr.outvars))
-        rewritten = jax.make_jaxpr(call)(*types)
+        rewritten = _jax.make_jaxpr(call)(*types)
         # A jaxpr that closes over a value of an outer trace cannot be used again.
         if not any(isinstance(c, jax.core.Tracer) for c in rewritten.consts):
             cache[key] = rewritten, call.notes

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from fnet import _jax
 from fnet.jaxpr import _mutable
 from fnet.jaxpr._static_leaves import array_leaves, is_array
 from fnet.jaxpr._values import as_array
@@ -45,7 +46,7 @@ class Traced:
 
         # JAX's errors name f and its line.
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=f)
-        self.closed = jax.make_jaxpr(flat)(*self.arrays)
+        self.closed = _jax.make_jaxpr(flat)(*self.arrays)
 
     def result(self, arrays: Iterable) -> Any:
         """Returns f's result, built from the outputs of the jaxpr, and updates nnx modules among

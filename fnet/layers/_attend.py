@@ -404,7 +404,7 @@ def _lower(params: dict, compute: Any, out: Any) -> dict | None:
 @functools.lru_cache(1024)
 def _types(f: Callable, types: Any, params: Any) -> Any:
     """Returns the types of the results, including their shardings and varying mesh axes."""
-    return jax.make_jaxpr(functools.partial(_whole, f, **dict(params)))(*types).out_avals
+    return _jax.make_jaxpr(functools.partial(_whole, f, **dict(params)))(*types).out_avals
 
 
 def _define(primitive: Any, f: Callable) -> None:
@@ -423,7 +423,7 @@ def _define(primitive: Any, f: Callable) -> None:
             lower=_lower,
             explain=functools.partial(_explain, primitive),
             plain=lambda eqn: (
-                jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
+                _jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
                     *(v.aval for v in eqn.invars)
                 ).jaxpr
             ),

@@ -49,7 +49,9 @@ def _size(init: Callable, shape: tuple[int, ...], dtype: Any, x64: bool) -> int 
     initializer uses the key for anything other than drawing 32-bit integers, for example for
     `jax.random.split`.
     """
-    uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
+    uses = list(
+        _uses(_jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype))
+    )
     if not uses or any(
         eqn.primitive.name != "random_bits"
         or jaxpr.random_bits(eqn)[0] != 32

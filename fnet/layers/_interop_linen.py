@@ -131,7 +131,7 @@ class LinenLayer(Layer):
     def _check_independent(self, made: Any, arrays: Any) -> Any:
         """Checks that no array that the module creates depends on the values of its inputs, which
         are not known here: layers are initialized from shapes."""
-        closed, tree = jax.make_jaxpr(made, return_shape=True)(jax.random.key(0), arrays)
+        closed, tree = _jax.make_jaxpr(made, return_shape=True)(jax.random.key(0), arrays)
         count = len(closed.jaxpr.outvars)
         depend = lambda wanted: any(_jax.used_inputs(closed.jaxpr, wanted)[1:])
         if not depend([True] * count):

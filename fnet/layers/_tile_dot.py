@@ -89,7 +89,7 @@ def _bits(dtype: Any) -> Any:
 @functools.lru_cache(1024)
 def _type(f: Callable, types: Any, params: Any) -> Any:
     """Returns the type of the result of `f`, including its sharding and its varying mesh axes."""
-    return jax.make_jaxpr(functools.partial(f, **dict(params)))(*types).out_avals[0]
+    return _jax.make_jaxpr(functools.partial(f, **dict(params)))(*types).out_avals[0]
 
 
 def _jvp(primitive: Any, primals: tuple, tangents: tuple, **params: Any) -> tuple:
@@ -167,7 +167,7 @@ def _define(name: str, f: Callable, transpose: Any) -> Any:
                 "a scan over tiles of rows, each with the kernel of one expert"
             ),
             plain=lambda eqn: (
-                jax.make_jaxpr(functools.partial(f, **eqn.params))(
+                _jax.make_jaxpr(functools.partial(f, **eqn.params))(
                     *(v.aval for v in eqn.invars)
                 ).jaxpr
             ),

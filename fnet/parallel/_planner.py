@@ -12,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fnet import _jax
 from fnet.cost._count import Count, count_jaxpr
 from fnet.cost._tiles import Stored, stored
 from fnet.parallel import _check, _compile, _cost, _explain, _mesh
@@ -179,7 +180,7 @@ class Traced:
 
     def __init__(self, step, state, batch):
         self.step, self.state, self.batch = step, state, batch
-        closed, self.out = jax.make_jaxpr(step, return_shape=True)(state, batch)
+        closed, self.out = _jax.make_jaxpr(step, return_shape=True)(state, batch)
         self._found = {(False, 1): (closed, count_jaxpr(closed))}
         leaves = [path for path, _ in jax.tree.leaves_with_path(state)]
         self.scanned = scanned_leaves(closed.jaxpr, leaves)
@@ -192,7 +193,7 @@ class Traced:
     def __call__(self, option: Strategy) -> tuple[Any, Count]:
         key = option.remat, option.microbatches
         if key not in self._found:
-            closed = jax.make_jaxpr(option.applied(self.step))(self.state, self.batch)
+            closed = _jax.make_jaxpr(option.applied(self.step))(self.state, self.batch)
             self._found[key] = closed, count_jaxpr(closed)
         return self._found[key]
 
@@ -200,7 +201,7 @@ class Traced:
         """Returns the jaxpr of the step for a batch with another number of rows."""
         key = option, tuple(x.shape for x in jax.tree.leaves(batch))
         if key not in self._found:
-            self._found[key] = jax.make_jaxpr(option.applied(self.step))(self.state, batch)
+            self._found[key] = _jax.make_jaxpr(option.applied(self.step))(self.state, batch)
         return self._found[key]
 
 
@@ -419,7 +420,7 @@ def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
         state, batch: trees of shapes. The number of rows of the batch must be a multiple of the
             number of devices times the number of microbatches.
     """
-    return _estimated(plan, jax.make_jaxpr(plan.options.applied(step))(state, batch), state, batch)
+    return _estimated(plan, _jax.make_jaxpr(plan.options.applied(step))(state, batch), state, batch)
 
 
 def _estimated(plan, closed, state, batch) -> Estimate:

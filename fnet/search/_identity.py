@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fnet import jaxpr
+from fnet import _jax, jaxpr
 from fnet.training import ConfigError
 from fnet.training.checkpoints._leaves import is_key
 from fnet.training.checkpoints._storage import location, write_whole
@@ -79,7 +79,7 @@ def program(function: Callable, *arguments: Any) -> str:
     """Returns a digest of what a function computes: of its jaxpr, or if JAX cannot trace it, of its
     bytecode. Both depend on the version of JAX or Python."""
     try:
-        closed = jax.make_jaxpr(function)(*arguments)
+        closed = _jax.make_jaxpr(function)(*arguments)
     except Exception:  # it reads concrete values, or is not a JAX function at all
         return hashlib.blake2b(_code(function, set()).encode(), digest_size=8).hexdigest()
     text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))

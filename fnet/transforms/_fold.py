@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from fnet import jaxpr
+from fnet import _jax, jaxpr
 from fnet.jaxpr import Structure, Traced, check_function
 from fnet.transforms._folding import Fold, Folder
 from fnet.transforms._tune._tune import tune
@@ -48,7 +48,7 @@ class Folded:
         `restore` converts its result to the result of f."""
         args, kwargs = jax.tree.unflatten(structure, leaves)
         traced = Traced(self._applied, args, kwargs)
-        closed = jax.make_jaxpr(lambda *arrays: Folder()(traced.closed, list(arrays)))(
+        closed = _jax.make_jaxpr(lambda *arrays: Folder()(traced.closed, list(arrays)))(
             *traced.arrays
         )
         return tune(jax.jit(Folder.program(closed))), closed.consts, traced.result

@@ -286,7 +286,7 @@ def _inline(self, eqn, at, inputs):
 
 def _remat(self, eqn, at, inputs):
     flat, leaves = self.call(bodies(eqn)[0].closed, at, inputs)
-    closed = jax.make_jaxpr(flat)(*map(jax.typeof, leaves))
+    closed = _jax.make_jaxpr(flat)(*map(jax.typeof, leaves))
     return bind(eqn, [*closed.consts, *leaves], jaxpr=_jax.consts_as_inputs(closed))
 
 
@@ -331,7 +331,7 @@ def _while(self, eqn, at, inputs):
     test = [self.materialized(eqn, at, value, reason) for value in inputs[:tests]]
     init = [self.materialized(eqn, at, value, reason) for value in inputs[tests + steps :]]
     flat, leaves = self.call(body_jaxpr, at, [*inputs[tests : tests + steps], *init])
-    body = jax.make_jaxpr(flat)(*map(jax.typeof, leaves))
+    body = _jax.make_jaxpr(flat)(*map(jax.typeof, leaves))
     constants = [*body.consts, *leaves[: len(leaves) - len(init)]]
     return bind(
         eqn,

@@ -379,7 +379,7 @@ def _traced(f, first):
         list of the floating-point arrays in `slice` and in the closure of f.
     """
     # Not jax.closure_convert, whose cache keeps f, and with it the arguments of every call.
-    program, shapes = jax.make_jaxpr(f, return_shape=True)(jnp.int32(0), first)
+    program, shapes = _jax.make_jaxpr(f, return_shape=True)(jnp.int32(0), first)
     structure = jax.tree.structure(shapes)
 
     def run(i, slice_, gate=lambda x: x):

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fnet import _jax
 from fnet.jaxpr import Compiled, check_function, static
 from fnet.transforms._replicated import may_differ
 
@@ -307,7 +308,7 @@ class _Mapped:
     def check_same(self, body, leaves, axes):
         """Raises an error if a result with out_axes=None may differ between devices. `check_same`
         must be called inside shard_map."""
-        closed, results = jax.make_jaxpr(body, return_shape=True)(*leaves)
+        closed, results = _jax.make_jaxpr(body, return_shape=True)(*leaves)
         differ = may_differ(
             closed.jaxpr, [axis is not None for axis in axes], self.axis, self.mesh.size
         )

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
+from fnet import _jax
 from fnet.compress._shrink._groups import Cut
 from fnet.jaxpr import flatten
 
@@ -54,13 +54,13 @@ def smaller_model(
     for values in itertools.islice(itertools.product(*options.values()), 1, None):
         candidate = dataclasses.replace(f, **dict(zip(options, values)))
         try:
-            traced = jax.make_jaxpr(lambda args, kwargs, f=candidate: f(*args, **kwargs))(
+            traced = _jax.make_jaxpr(lambda args, kwargs, f=candidate: f(*args, **kwargs))(
                 args, kwargs
             )
         except (ValueError, TypeError):  # the parameters do not fit these fields
             continue
         wanted = wanted or _text(
-            jax.make_jaxpr(lambda args, kwargs: shrunk(*args, **kwargs))(args, kwargs)
+            _jax.make_jaxpr(lambda args, kwargs: shrunk(*args, **kwargs))(args, kwargs)
         )
         if _text(traced) == wanted:
             return candidate

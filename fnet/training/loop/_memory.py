@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from fnet import _jax
 from fnet import hardware as hw
 from fnet.parallel import Plan, _planner
 from fnet.parallel._estimate import Estimate, Split, estimate
@@ -152,7 +153,7 @@ def _most_that_fit(peak: Callable[[int], int], fails: int, at_fails: int, room: 
 def _estimated(step, state, batch, plan) -> Estimate:
     if plan is not None:
         return _planner.needs(plan, step, state, batch)
-    closed = jax.make_jaxpr(step)(state, batch)
+    closed = _jax.make_jaxpr(step)(state, batch)
     return estimate(closed, [Split()] * len(closed.jaxpr.invars), {"data": 1})
 
 

@@ -24,7 +24,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, get_abstract_mesh
 
-from fnet import jaxpr
+from fnet import _jax, jaxpr
 from fnet._jax import Primitive
 from fnet.jaxpr import BILINEAR, explicit
 
@@ -238,13 +238,13 @@ def _transposed(side, op, params, like, mesh):
         linear = (lambda x: product(x, other)) if side == 0 else (lambda y: product(other, y))
         return jax.linear_transpose(linear, like[side])(g)[0]
 
-    return jax.make_jaxpr(transposed)(jax.eval_shape(product, *like), like[1 - side])
+    return _jax.make_jaxpr(transposed)(jax.eval_shape(product, *like), like[1 - side])
 
 
 @functools.lru_cache(4096)
 def _batched(op, params, like, axes, mesh):
     product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
-    return jax.make_jaxpr(jax.vmap(product, in_axes=axes))(*like)
+    return _jax.make_jaxpr(jax.vmap(product, in_axes=axes))(*like)
 
 
 def _like(*avals):

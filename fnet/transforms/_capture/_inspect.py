@@ -205,7 +205,7 @@ class Inspector(Interpreter):
     def _call(self, eqn, at, inputs, level):
         body = bodies(eqn)[0]
         run, collect, sites = self._apart(self._body(body.closed, at, level), level)
-        closed = jax.make_jaxpr(run)(*(jax.typeof(value.x) for value in inputs))
+        closed = _jax.make_jaxpr(run)(*(jax.typeof(value.x) for value in inputs))
         if eqn.primitive.name in ("jit", "pjit"):
             changes, consts = _jax.hoisted(
                 eqn.params, closed, sum(len(site.leaves) for site in sites)

@@ -390,7 +390,7 @@ def _compiled(inner, tuner, args, kwargs, *, plain, name):
         wraps(inner)(lambda *args, **kwargs: tuner.run(inner, args, kwargs)),
         donate_argnums=[i for i, info in enumerate(given[0]) if _all(info)],
         donate_argnames=[name for name, info in given[1].items() if _all(info)],
-        compiler_options=tuner.options(traced.jaxpr) or None,
+        compiler_options=tuner.options(_jax.without_hi_primitives(traced.jaxpr)) or None,
     )
 
 
