@@ -19,7 +19,7 @@ triton = $(1) -m pip install --quiet --disable-pip-version-check --no-deps trito
 # So do the packages of LiteRT, for what fnet does not use of them.
 litert = $(1) -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/litert.txt
 
-.PHONY: demo test test-exhaustive test-all numerical test-isa torture verify-pretrained verify-programs verify-export special-values mutation pods lint docs dist bench clean
+.PHONY: demo test test-exhaustive test-all numerical test-isa torture verify-pretrained verify-programs verify-next verify-export special-values mutation pods lint docs dist bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -78,6 +78,12 @@ verify-pretrained: .venv-verify/.installed
 # All programs of tests/programs with all transforms, compared with plain JAX. Installs diffrax and numpyro.
 verify-programs: .venv-programs/.installed
 	.venv-programs/bin/python -m tests.programs $(ARGS)
+
+# The tests of programs and transforms with each of JAX's switches for its next custom derivatives, checkpoints and loops
+# on, with the newest JAX that pip offers, releases or not. JAX may be newer than fnet declares.
+NEXT ?= python3.13
+verify-next: .venv-next/.installed
+	.venv-next/bin/python -m tests.next $(ARGS)
 
 # LiteRT models, KServe's client for the server, and the web page. Packages of the first two exclude versions of the tested
 # set, so they have their own environment, where they are installed without the packages that they declare.
@@ -140,6 +146,13 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 .venv-programs/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv .venv-programs
 	$(call install,.venv-programs/bin/python,dev$(comma)programs)
+	@touch $@
+
+.venv-next/.installed: pyproject.toml $(wildcard constraints/*.txt)
+	$(NEXT) -m venv .venv-next
+	$(call install,.venv-next/bin/python,dev$(comma)experiments)
+	$(call triton,.venv-next/bin/python)
+	.venv-next/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --pre jax jaxlib
 	@touch $@
 
 .venv-export/.installed: pyproject.toml $(wildcard constraints/*.txt)

@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 import fnet
 from fnet import _jax, jaxpr
-from fnet._jax import _features, _tracing, kernels, processes
+from fnet._jax import _features, _hijax, _tracing, kernels, processes
 
 MOVED = f"JAX {jax.__version__} moved {{}}: fix fnet/_jax"
 TRANSFORMS = {
@@ -295,6 +295,34 @@ def test_unplaced_tells_calls_with_shardings():
         _jax.unplaced(jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr.eqns[0].params)
         and plain.primitive.name == "jit"
     )
+
+
+def test_the_switches_of_the_next_constructs_are_found():
+    assert len(_hijax._SWITCHES) >= 3, MOVED.format("jax._src.config.custom_vjp3")
+    for switch in _hijax._SWITCHES:
+        with switch(True):
+            assert switch.value, MOVED.format("the value of a switch")
+            with _jax.classic_tracing():
+                assert not switch.value, MOVED.format("the context of a switch")
+            assert switch.value
+
+
+def test_a_hiprim_is_found_in_its_equation():
+    with jax._src.config.custom_vjp3(True):
+        double = jax.custom_vjp(lambda x: 2 * x)
+        double.defvjp(lambda x: (2 * x, None), lambda _, c: (c,))
+        closed = jax.make_jaxpr(double)(1.0)
+    (eqn,) = closed.jaxpr.eqns
+    assert closed.jaxpr.is_high and type(_jax.hi_primitive(eqn)).__name__ == "CustomVJPTraced", (
+        MOVED.format("call_hi_primitive")
+    )
+    opened = _jax.without_hi_primitives(closed)
+    names = [each.primitive.name for each in jaxpr.equations(opened.jaxpr)]
+    assert "custom_vjp_call" in names and "mul" in names and not opened.jaxpr.is_high, names
+    assert jax.core.eval_jaxpr(opened.jaxpr, opened.consts, 3.0) == [6.0]
+    accumulator = _hijax._ValAccum(jax.typeof(1.0))
+    accumulator.accum(jnp.float32(2))
+    assert accumulator.freeze() == 2, MOVED.format("ValAccum")
 
 
 def test_names_that_jax_lacks_disable_one_feature(monkeypatch):

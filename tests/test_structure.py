@@ -21,7 +21,7 @@ IMPORTS = {
     "transforms": "_jax _util hardware jaxpr",
     "parallel": "_jax _util axes cost hardware jaxpr transforms",
     "introspect": "_jax _util cost hardware jaxpr layers transforms",
-    "compress": "_util axes cost hardware jaxpr transforms",
+    "compress": "_jax _util axes cost hardware jaxpr transforms",
     "models": "_util compress jaxpr layers transforms",
     "export": "_jax _util jaxpr layers",
     "serve": "_util export transforms",
@@ -121,6 +121,17 @@ def test_nothing_imports_the_experiments():
     assert not [
         path for path in FILES for name in imported(path) if name.split(".")[0] == "experiments"
     ]
+
+
+def test_programs_are_traced_by_one_function():
+    """`_jax.make_jaxpr` traces to the primitives that fnet's rules know."""
+    found = [
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.make_jaxpr"
+    ]
+    assert found == ["_jax/_hijax.py"]
 
 
 def test_one_module_finds_the_nearest_name():

@@ -243,7 +243,7 @@ class _Tally:
             self.scopes[op.scope] += Cost(fused_bytes=n * times)
 
     def bodies(self, op: Op, times: int) -> None:
-        name, where = op.eqn.primitive.name, _where(op.scope)
+        name, where = jaxpr.title(op.eqn), _where(op.scope)
         if op.bodies[0][0].kind == "branch":
             self.branches(op, times)
             return
@@ -275,7 +275,7 @@ class _Tally:
         reads, writes = touched(eqn)
         moved = (sum(reads) + sum(writes)) * times
         flops = each.flops * times
-        label = f"{eqn.primitive.name}{_where(op.scope)}"
+        label = f"{jaxpr.title(eqn)}{_where(op.scope)}"
 
         if each.kind == "unknown":
             self.notes.append(f"{label}: its FLOPs are unknown, counted as 0")

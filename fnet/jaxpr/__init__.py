@@ -33,10 +33,11 @@ from fnet.jaxpr._calls import (
     has_shardings,
     opened,
     scan,
+    title,
     unrolled,
 )
 from fnet.jaxpr._costs import cost, nbytes, touched
-from fnet.jaxpr._enter import ENTERED, inline
+from fnet.jaxpr._enter import ENTERED, inline, opaque, opaque_operations
 from fnet.jaxpr._equations import (
     BILINEAR,
     CONVOLUTION,
@@ -140,6 +141,8 @@ __all__ = [
     "mutable",
     "nbytes",
     "new_dtype",
+    "opaque",
+    "opaque_operations",
     "opened",
     "options",
     "overwritten",
@@ -160,6 +163,7 @@ __all__ = [
     "statics",
     "tag",
     "tagging",
+    "title",
     "touched",
     "traits",
     "unboxed",

@@ -114,6 +114,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(body.jaxpr)
 
 
+def title(eqn: Any) -> str:
+    """Returns the name of an equation's primitive, for a HiPrim the name of its class."""
+    prim = _jax.hi_primitive(eqn)
+    return eqn.primitive.name if prim is None else f"{type(prim).__name__} (HiPrim)"
+
+
 def call_name(eqn: Any) -> str | None:
     """Returns the name of the function that a jit equation calls, or None for other equations."""
     return eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else None

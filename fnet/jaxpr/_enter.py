@@ -19,7 +19,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fnet import _jax
-from fnet.jaxpr._calls import bodies, scan
+from fnet.jaxpr._calls import bodies, scan, title
+from fnet.jaxpr._primitives import UNKNOWN, Description, description, traits
 from fnet.jaxpr._scopes import Scope
 from fnet.jaxpr._values import Value, arrays_of, bind, restore
 
@@ -340,3 +341,38 @@ ENTER = {
 }
 ENTERED = frozenset(ENTER)
 """Primitives whose bodies an `Interpreter` evaluates equation by equation."""
+
+
+def opaque(eqn: Any) -> bool:
+    """Whether fnet neither knows what an equation's primitive does, nor evaluates its bodies. Rules
+    do not reach the operations inside it, such as those of a callback or a kernel. An equation of
+    integers alone is not opaque."""
+    name = eqn.primitive.name
+    return (
+        name not in ENTERED
+        and traits(name) is UNKNOWN
+        and description(eqn.primitive) == Description(UNKNOWN)
+        and any(map(_inexact_or_unknown, (*eqn.invars, *eqn.outvars)))
+    )
+
+
+def _inexact_or_unknown(v: Any) -> bool:
+    dtype = getattr(v.aval, "dtype", None)
+    return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
+
+
+def opaque_operations(jaxpr: Any) -> dict[str, int]:
+    """Returns {"name of a primitive": number of equations} for the opaque equations of an open
+    jaxpr, at any depth, but not inside other opaque equations."""
+    found: dict[str, int] = {}
+
+    def count(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            if opaque(eqn):
+                found[title(eqn)] = found.get(title(eqn), 0) + 1
+                continue
+            for body in bodies(eqn):
+                count(body.jaxpr)
+
+    count(jaxpr)
+    return found

@@ -157,13 +157,15 @@ class Interpreter:
             outputs = self.outputs(self.opened(traced.closed), traced.arrays)
         return traced.result(outputs)
 
-    def examine(self, f: Callable, args: tuple, kwargs: dict) -> None:
-        """Rewrites f for the given arguments, without computing anything. The arguments may contain
-        `jax.ShapeDtypeStruct`s instead of arrays."""
+    def examine(self, f: Callable, args: tuple, kwargs: dict) -> Any:
+        """Rewrites f for the given arguments, without computing anything, and returns the closed
+        jaxpr of f before the rewriting. The arguments may contain `jax.ShapeDtypeStruct`s instead
+        of arrays."""
         traced = Traced(f, args, kwargs)
         closed = self.opened(traced.closed)
         with _jax.classic_tracing():
             jax.eval_shape(lambda arrays: self.outputs(closed, arrays), traced.arrays)
+        return closed
 
     def outputs(self, closed: Any, arrays: Iterable) -> list:
         """Evaluates the rewritten jaxpr of a whole function, and returns the outputs."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from fnet._util._text_table import aligned
 from fnet.hardware import Chip, Policy
-from fnet.jaxpr import unsupported
+from fnet.jaxpr import opaque_operations, unsupported
 from fnet.transforms._autocast._autocast import Row, _Autocast
 from fnet.transforms._implicit import Uses, uses
 from fnet.transforms._tune._cpu import Rule
@@ -27,8 +27,8 @@ class Explanation:
     Attributes:
         policy: the policy of autocast.
         rows: one `Row` for each floating-point equation. A `Row` has the fields scope, primitive,
-            kind ("lower", "follow", "cast", "convolution", "float32" or "author"), dtype and
-            reason.
+            kind ("lower", "follow", "cast", "convolution", "float32", "author" or "opaque"), dtype
+            and reason.
         disabled: one message (str) for each rule or kernel of fnet that this version of JAX does
             not support.
     """
@@ -68,6 +68,8 @@ class Tuning:
             primitive, rule and reason.
         rules: the enabled rules.
         options: the compiler options.
+        opaque: {name of a primitive: number of equations} for the equations whose primitives fnet
+            does not know. No rule reaches the operations inside them.
         measured: the measured times by which `tune(measure=True)` selected the rules, or None with
             `measure=False`.
     """
@@ -77,10 +79,14 @@ class Tuning:
     options: dict
     rows: tuple[Fired, ...]
     disabled: tuple[str, ...] = ()
+    opaque: dict[str, int] = dataclasses.field(default_factory=dict)
     measured: Measured | None = None
 
     def __str__(self):
         above = [f"{self.chip.name}: {self.measured}"] if self.measured is not None else []
+        if self.opaque:
+            names = ", ".join(f"{count} {name}" for name, count in self.opaque.items())
+            above.append(f"not known to fnet, so no rule reaches the operations inside: {names}")
         if not self.rules:
             return "\n".join(
                 [*above, f"{self.chip.name}: no rules are on; the step is compiled as it is"]
@@ -169,5 +175,5 @@ def _tuning(step, chip, rules, measure, args, kwargs):
         rules if measured is None else tuple(rule for rule in rules if rule.name in measured.rules)
     )
     tuner = Tuner(rules, rows)
-    tuner.examine(step, args, kwargs)
-    return Tuning(chip, rules, tuner.lost, tuple(rows), unsupported(), measured)
+    opaque = opaque_operations(tuner.examine(step, args, kwargs).jaxpr)
+    return Tuning(chip, rules, tuner.lost, tuple(rows), unsupported(), opaque, measured)

@@ -287,6 +287,8 @@ class _Autocast(Interpreter):
         lower = description(eqn.primitive).lower
         if lower:  # contains products and has a parameter for their dtype
             return "lower" if lower(eqn.params, F32, F32) else "float32"
+        if jaxpr.opaque(eqn):
+            return "opaque"
         if name == "reduce_precision" and jaxpr.kept_bits(eqn) == _F32_BITS:
             return "follow"  # jax.checkpoint's mark of saved values
         precision = traits(name).precision
@@ -363,15 +365,16 @@ class _Autocast(Interpreter):
         return _Result([Value(z, note)], compute, reason)
 
     def _explain(self, eqn: Any, at: Scope, kind: str, compute: np.dtype, result: _Result) -> None:
-        """Adds a row to the table of `explain` if an output is floating-point."""
-        if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
+        """Adds a row to the table of `explain` if the equation is opaque, or if an output is
+        floating-point."""
+        if kind != "opaque" and not any(map(_floating, eqn.outvars)):
             return
         reason, own = result.reason, description(eqn.primitive)
         if own.explain:
             changes = own.lower(eqn.params, compute, F32) if kind == "lower" else {}
             types = [v.aval for v in eqn.invars]
             reason += "; " + own.explain(*types, **{**eqn.params, **changes})
-        self.rows.append(Row(at.path, eqn.primitive.name, kind, result.dtype.name, reason))
+        self.rows.append(Row(at.path, jaxpr.title(eqn), kind, result.dtype.name, reason))
 
     def _follow(
         self, eqn: Any, at: Scope, inputs: list[Value], wide: bool, compute: np.dtype
@@ -474,6 +477,10 @@ def _wide(v) -> bool:
     return getattr(v.aval, "dtype", None) == F32
 
 
+def _floating(v) -> bool:
+    return jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.floating)
+
+
 def _marked(eqn) -> bool:
     return jaxpr.call_name(eqn) == _FULL
 
@@ -515,7 +522,8 @@ class Row(NamedTuple):
     sums ("lower"), in the dtype of its inputs ("follow"), or in the dtype in which it was traced
     ("float32"). A cast from bool to float32 has the kind "cast"; its result is exact in any dtype.
     A convolution that the policy keeps in float32 has the kind "convolution". An equation that a
-    rule or `full_precision` keeps in float32 has the kind "author"."""
+    rule or `full_precision` keeps in float32 has the kind "author". An equation whose primitive
+    fnet does not know has the kind "opaque": the operations inside it are not reached."""
 
     scope: str
     primitive: str
@@ -531,6 +539,7 @@ _REASONS = {
     "follow": "",
     "cast": "a mask, exact in any dtype",
     "float32": "needs float32's range or sums, or is in no list",
+    "opaque": "is not known to fnet, so the operations inside it, if any, stay as they are",
     "convolution": "the policy keeps convolutions in float32",
     "author": "kept in float32 by a rule or full_precision",
 }

@@ -1,0 +1,92 @@
+"""Runs the tests of programs and transforms with each of JAX's switches for its next constructs on.
+
+    make verify-next                                        # with the newest JAX that pip offers
+    python -m tests.next --switches=jax_remat3 jaxpr cost   # one switch, two folders
+
+Prints a table of switches and folders of tests. A failure that is JAX's own is listed in `KNOWN`
+with its cause; the program exits with 1 if any other test fails.
+"""
+
+import argparse
+import fnmatch
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree
+
+import jax
+
+SWITCHES = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3", "jax_scan3")
+FOLDERS = ("jaxpr", "axes", "cost", "transforms", "compress")
+TESTS = pathlib.Path(__file__).parents[1]
+
+# {switch: {pattern of test names: cause}}
+KNOWN: dict[str, dict[str, str]] = {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.next")
+    parser.add_argument("folders", nargs="*", default=FOLDERS, help="folders of tests")
+    parser.add_argument("--switches", default=",".join(SWITCHES))
+    parser.add_argument("--exhaustive", action="store_true", help="the exhaustive tests, too")
+    parser.add_argument("--jobs", default="auto", help="the -n of pytest")
+    options = parser.parse_args()
+    print(f"jax {jax.__version__}, Python {sys.version.split()[0]}", flush=True)
+    print("".join(f"{name:>22}" for name in ("", *options.folders)), flush=True)
+    unexpected = []
+    for switch in options.switches.split(","):
+        if not hasattr(jax.config, switch):
+            print(f"{switch:>22}  JAX {jax.__version__} has no such switch", flush=True)
+            continue
+        cells = []
+        for folder in options.folders:
+            passed, failed = run(switch, folder, options)
+            known = [name for name in failed if cause(switch, name)]
+            unexpected += [f"{switch} {name}" for name in failed if not cause(switch, name)]
+            cells.append(
+                f"{passed} ok"
+                + f", {len(known)} known" * bool(known)
+                + f", {len(failed) - len(known)} FAIL" * (len(failed) > len(known))
+            )
+        print("".join(f"{cell:>22}" for cell in (switch, *cells)), flush=True)
+    for switch, causes in KNOWN.items():
+        for pattern, why in causes.items():
+            print(f"known with {switch}: {pattern}: {why}")
+    print(*(f"FAIL {each}" for each in unexpected), sep="\n")
+    return bool(unexpected)
+
+
+def cause(switch: str, name: str) -> str | None:
+    causes = KNOWN.get(switch, {})
+    return next((why for pattern, why in causes.items() if fnmatch.fnmatch(name, pattern)), None)
+
+
+def run(switch: str, folder: str, options: argparse.Namespace) -> tuple[int, list[str]]:
+    """Runs the tests of a folder in a process of their own, and returns the number of tests that
+    passed, and the names of those that failed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        report = pathlib.Path(temporary) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", options.jobs, f"--junitxml={report}"]
+        marked = [] if options.exhaustive else ["-m", "not exhaustive"]
+        done = subprocess.run(
+            [*command, *marked, str(TESTS / folder)],
+            env={**os.environ, switch.upper(): "1"},
+            capture_output=True,
+            text=True,
+        )
+        if not report.exists():
+            sys.exit(f"{switch} {folder}: pytest wrote no report\n{done.stdout}{done.stderr}")
+        cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
+    failed = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return len(cases) - len(failed) - skipped, failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
