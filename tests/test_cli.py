@@ -73,6 +73,43 @@ def test_devices_measured(capsys, monkeypatch):
     assert "125 GFLOP/s (measured)" in out and "20 GB/s (measured)" in out
 
 
+@pytest.mark.parametrize("fault", [None, "wrong", "failed"])
+def test_devices_checked(capsys, monkeypatch, tmp_path, fault):
+    import jax
+
+    from fnet.hardware import _device_check
+    from fnet.hardware._operations import OPERATIONS
+
+    monkeypatch.setenv("FNET_CACHE", str(tmp_path))
+    monkeypatch.setattr(_device_check, "_known", set())
+    one_by_one = OPERATIONS[-1]
+
+    def run_wrong(devices, x):
+        if fault == "failed":
+            raise RuntimeError("INTERNAL: an illegal address")
+        outputs = dict(one_by_one.run(devices, x))
+        return outputs | ({"ones(4) + 1": outputs["ones(4) + 1"] + 511} if fault else {})
+
+    few = (OPERATIONS[0], one_by_one._replace(run=run_wrong))
+    monkeypatch.setattr(_device_check, "OPERATIONS", few)
+    code, out, err = run(capsys, "devices", "--check")
+    lines = out.splitlines()
+    assert code == (fault is not None) and _device_check.remembered(jax.devices()) == (not fault)
+    assert lines[0].split() == ["operation", "dtype", "shape", "error", "bound", "result"]
+    assert lines[1].startswith("matmul ") and lines[1].endswith("  right")
+    assert lines[2].startswith("one by one ") and lines[2].endswith(f"  {fault or 'right'}")
+    assert lines[3].startswith("2 operations on 8 x cpu in ") and max(map(len, lines)) <= 100
+    if fault is None:
+        assert err == ""
+    elif fault == "failed":
+        said = "one by one, float32 [1003]: failed (INTERNAL: an illegal address)"
+        assert err.splitlines() == [f"fnet devices: cpu:{i}: {said}" for i in range(8)]
+    else:
+        said = "'ones(4) + 1' is wrong in 4 elements; the worst is off by 511, and must be exact"
+        assert err.startswith("fnet devices: cpu:0 (cpu) computes 1 of 2 operations wrongly:\n")
+        assert err.count(said) == 8 and err.endswith("pass fit(..., check_devices=False).\n")
+
+
 @pytest.mark.parametrize(
     ("error", "why"),
     [
@@ -236,6 +273,11 @@ def test_a_fresh_process():
     ("argv", "text"),
     [
         (["chip"], "fnet: argument <command>: invalid choice: 'chip' (choose from"),
+        (
+            ["devices", "--check", "--measure"],
+            "fnet devices: argument --measure: not allowed with argument --check (see fnet devices "
+            "--help)",
+        ),
         (["devices", "--fast"], "fnet: unrecognized arguments: --fast (see fnet --help)"),
         (["chips", "--x", "TPU"], "fnet: unrecognized arguments: --x"),
     ],

@@ -10,6 +10,12 @@ from fnet.hardware._allocator import cpu_allocator
 from fnet.hardware._chip import Chip, FrozenTable, Links, Peak, Price, Quote
 from fnet.hardware._chips import System, chips, systems
 from fnet.hardware._detect import detect
+from fnet.hardware._device_check import (
+    DeviceCheck,
+    FaultyDevice,
+    OperationCheck,
+    check_devices,
+)
 from fnet.hardware._formula import Check, Computed, Value, checks, computed, flop_per_dollar
 from fnet.hardware._history import history, plot
 from fnet.hardware._measure import measure
@@ -19,14 +25,18 @@ __all__ = [
     "Check",
     "Chip",
     "Computed",
+    "DeviceCheck",
+    "FaultyDevice",
     "FrozenTable",
     "Links",
+    "OperationCheck",
     "Peak",
     "Policy",
     "Price",
     "Quote",
     "System",
     "Value",
+    "check_devices",
     "checks",
     "chips",
     "computed",
