@@ -258,6 +258,7 @@ RESUMES = {  # "Resuming is exact", "bit for bit" (fit, docs/reliability.md, doc
     "tune": "training/test_resume.py::test_tune_goes_on_with_the_rules_of_the_beginning",
     "plan": "training/test_fit_plan.py::test_the_same_bits_after_a_death",
     "profile_steps": "training/test_profile_steps.py",
+    "check_devices": "training/test_check_devices.py::test_once_for_all_runs_and_processes",
 }
 TRAINS = dict.fromkeys(
     ("epochs", "validation", "metrics", "inputs", "targets", "seed", "ema", "every", "steps"),

@@ -20,7 +20,7 @@ from fnet.training._direction import direction
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._storage import StorePath, location, write_whole
 from fnet.training.checkpoints._workdir import CHECKPOINTS, PLAN, remove_logs
-from fnet.training.loop import _profiling
+from fnet.training.loop import _devices, _profiling
 from fnet.training.loop._callbacks import StepEnd
 from fnet.training.loop._compilation_cache import compilation_cache
 from fnet.training.loop._early_stop import EarlyStop
@@ -64,6 +64,7 @@ def fit(
     tune: bool = True,
     plan: Plan | None = None,
     profile_steps: range | None = None,
+    check_devices: bool = True,
 ) -> Any:
     """Trains until step `steps`, starting from the last checkpoint in `workdir` if there is one.
 
@@ -87,7 +88,7 @@ def fit(
         evaluation        evaluate, every, best, best_mode, early_stop, restore_best
         checkpoints       save_every, keep, keep_every, restart
         reproducibility   config, notes
-        errors            nonfinite, debug
+        errors            nonfinite, debug, check_devices
         output            log_every, progress, tensorboard, on_step, profile_steps
         compilation       jit, tune
 
@@ -172,6 +173,8 @@ def fit(
         trace.json.gz in the same folder contains a trace of the profiled steps. The website
         ui.perfetto.dev displays the trace. The first step of a process is not profiled, because its
         time includes compilation. Default None: no steps are profiled.
+      check_devices: whether to compare twenty operations on the devices with NumPy first, once for
+        each device kind, driver and jaxlib (see `hardware.check_devices`). Default True.
 
     Returns:
       The state after the last step, or the best state if `restore_best` is True. With a `workdir`,
@@ -188,6 +191,7 @@ def fit(
       CheckpointError: no checkpoint in `workdir` can be read, or a checkpoint cannot be written. A
         CheckpointError is also raised if the checkpoints belong to another model or optimizer, or
         if another run uses or has replaced `workdir`.
+      FaultyDevice: a device computes wrong values. Nothing in `workdir` has changed.
       ConfigError: `config` is given, and the run in `workdir` has another `config`, other data or a
           larger `steps`.
       OutOfMemory: the device does not have enough memory. The error message lists the largest
@@ -257,6 +261,10 @@ def fit(
         if collects:  # until the end of the first step; see `Loop.iterate`
             gc.disable()
             stack.callback(gc.enable)
+        checked = None
+        if check_devices:
+            say = (lambda text: None) if progress is None else progress.line
+            checked = _devices.check(state, plan, say)
         if profile_steps is None:  # a loaded program may have other names of scopes
             stack.enter_context(compilation_cache())
         checkpoints = None
@@ -308,6 +316,8 @@ def fit(
                 reports.logger = reports.open()
                 reports.note(run.at, f"began at step {run.at} of {steps}")
                 stack.callback(reports.close_logger)
+        if checked is not None:
+            reports.note(run.at, _devices.summary(checked))
         try:
             loop.train()
         except BaseException as error:
