@@ -47,7 +47,13 @@ NEEDS = {
 }
 
 
-SLOW = "MixtureOfExperts", "hyperband", "Encoded", "CLIPVision"  # each compiles for seconds
+SLOW = (
+    "MixtureOfExperts",
+    "hyperband",
+    "Encoded",
+    "CLIPVision",
+    "check_devices",
+)  # each compiles for seconds
 
 
 def modules():
