@@ -26,7 +26,7 @@ from fnet.training.checkpoints._orbax_files import AGAIN, TREE, Files, Name, che
 from fnet.training.checkpoints._reading import CheckpointError, CheckpointWarning
 
 _CHECKPOINT = "_CHECKPOINT_METADATA"  # in the folder of a checkpoint, which contains trees
-_UNFINISHED = ".orbax-checkpoint-tmp"
+_UNFINISHED = ".orbax-checkpoint-tmp"  # older versions append a number
 _STEP = re.compile(r"(?:.*[_-])?(\d+)")  # 100, step_100, checkpoint-000100
 
 
@@ -237,7 +237,7 @@ def _tree_folder(path, step, item):
             f"{folder} is a file; Orbax saves folders. A file of flax.training.checkpoints is read "
             "by flax.serialization.msgpack_restore"
         )
-    if folder.name.endswith(_UNFINISHED):
+    if _UNFINISHED in folder.name:
         raise CheckpointError(f"{folder}: Orbax has not finished this save")
     if (folder / TREE).exists():
         if step is not None or item is not None:
@@ -248,7 +248,7 @@ def _tree_folder(path, step, item):
     inside = {
         child.name: child
         for child in sorted(folder.iterdir())
-        if child.is_dir() and not child.name.endswith(_UNFINISHED)
+        if child.is_dir() and _UNFINISHED not in child.name
     }
     steps = {} if (folder / _CHECKPOINT).exists() else _steps(folder, inside)
     if not steps:
