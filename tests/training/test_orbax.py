@@ -140,6 +140,22 @@ def test_standard_checkpointer_and_manager(tmp_path):
     assert bits(tr.from_orbax(tmp_path / "managed" / "9" / "default")) == bits(trees[9])
 
 
+def test_scalars_of_numpy_keep_their_dtype(tmp_path):
+    """Orbax saves them as Python numbers."""
+    save({"x": np.float32(0.1), "i": np.int8(-3), "f": np.float64(0.1)}, tmp_path / "saved")
+    wanted = {"x": np.asarray(np.float32(0.1)), "i": np.asarray(np.int8(-3)), "f": 0.1}
+    assert bits(tr.from_orbax(tmp_path / "saved")) == bits(wanted)
+
+
+def test_the_order_of_a_list(tmp_path):
+    """It does not depend on the order in a JSON file, in which "10" may come before "2"."""
+    save([jnp.asarray(i) for i in range(11)], tmp_path / "saved")
+    path = tmp_path / "saved" / "_METADATA"
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
+    assert [int(leaf) for leaf in tr.from_orbax(tmp_path / "saved")] == list(range(11))
+    assert int(tr.from_orbax(tmp_path / "saved", part="10")) == 10
+
+
 def test_one_array(tmp_path):
     v1.save(tmp_path / "saved", jnp.arange(3))
     read = tr.from_orbax(tmp_path / "saved")
@@ -306,11 +322,13 @@ def test_other_shardings(tmp_path):
 
 
 def test_a_target_on_all_devices_for_what_was_not_on_any(tmp_path):
-    """Such as the step of a state that was put on a mesh, and float64 from NumPy."""
-    save({"step": 3, "w": np.arange(8.0)}, tmp_path / "saved")
-    put = {"step": sharded(jnp.int32(0), 8, spec=()), "w": sharded(np.zeros(8, np.float32), 8)}
+    """Such as the step of a state that was put on a mesh, and float64 from NumPy, which is rounded
+    once: this number is a tie in float32."""
+    values = np.full(8, 1 + 2**-11 + 2**-40)
+    save({"step": 3, "w": values}, tmp_path / "saved")
+    put = {"step": sharded(jnp.int32(0), 8, spec=()), "w": sharded(np.zeros(8, np.float16), 8)}
     read = tr.from_orbax(tmp_path / "saved", like=put, cast=True)
-    assert bits(read) == bits({"step": jnp.int32(3), "w": jnp.arange(8.0)})
+    assert bits(read) == bits({"step": jnp.int32(3), "w": jnp.asarray(values.astype(np.float16))})
     assert [read[name].sharding for name in put] == [leaf.sharding for leaf in put.values()]
 
 

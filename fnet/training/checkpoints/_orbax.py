@@ -400,10 +400,9 @@ def _kind(leaf) -> str:
 
 def _sharding(leaf, entry):
     """Returns the sharding of a target leaf if the array can be read in its shards. All others are
-    read whole, as NumPy arrays: keys, arrays on one device, and dtypes that JAX would change."""
+    read whole, as NumPy arrays: keys, arrays on one device, and dtypes that JAX would change, such
+    as float64, which would be rounded twice on its way to float16."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or _leaves.is_key(leaf):
-        return None
-    if isinstance(leaf, jax.Array) and not leaf.committed:
         return None
     dtype = _leaves.DTYPES.get(entry.get("dtype"))
     if dtype is None or jax.dtypes.canonicalize_dtype(dtype) != dtype:
