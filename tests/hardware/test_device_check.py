@@ -361,17 +361,20 @@ def test_what_a_platform_does_not_implement_is_not_wrong():
     ("text", "status"),
     [
         ("UNIMPLEMENTED: DNN library is not found", "not supported"),
+        ("UNKNOWN: error: failed to legalize operation 'mhlo.fft'", "not supported"),
         ("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS\nmore", "failed"),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes", "failed"),
     ],
 )
-def test_an_error_when_it_runs_is_a_failure_unless_it_says_otherwise(text, status):
-    def run(devices, x):
+def test_an_error_is_a_failure_unless_it_says_that_the_operation_is_missing(text, status):
+    def run(*inputs):
         raise RuntimeError(text)
 
-    check = checked([named("one by one")._replace(run=run)], jax.local_devices()[:1])
-    (result,) = check.results
-    assert (result.status, result.reason) == (status, text.partition("\n")[0])
-    assert not check.wrong and check.right == (status == "not supported")
+    for name in ("one by one", "fft"):  # when it runs, and when it is compiled
+        check = checked([named(name)._replace(run=run)], jax.local_devices()[:1])
+        (result,) = check.results
+        assert (result.status, result.reason) == (status, text.partition("\n")[0])
+        assert not check.wrong and check.right == (status == "not supported")
 
 
 # Where it runs.
