@@ -53,7 +53,8 @@ test-isa: $(STAMP)
 torture: $(STAMP)
 	$(BIN)/python -m tests.torture $(ARGS)
 
-# All tables for CPUs, in a separate environment, because PyTorch and Keras are not dependencies of fnet.
+# All tables for CPUs, in a separate environment, because PyTorch and Keras are not dependencies of fnet. On Linux, the
+# wheels of PyTorch on PyPI bring 4 GB of CUDA and Triton, also where no GPU is.
 bench: PEERS = .venv-bench/bin/python -m benchmarks.peers
 bench: .venv-bench/.installed
 	for table in dispatch 'dispatch pmap' eager tracing precision 'precision step' cross_entropy input_pipeline; do .venv-bench/bin/python -m benchmarks.$$table || exit; done
