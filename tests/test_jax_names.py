@@ -171,7 +171,10 @@ def test_what_a_value_varies_over():
         jax.shard_map, mesh=mesh, in_specs=jax.sharding.PartitionSpec("devices"), out_specs=()
     )
     def f(x):
-        zeros = [_jax.zeros((2,), jnp.float32, frozenset(axes)) for axes in ((), ("devices",))]
+        zeros = [
+            _jax.zeros(jax.ShapeDtypeStruct((2,), jnp.float32), axes=frozenset(axes))
+            for axes in ((), ("devices",))
+        ]
         found.extend(map(_jax.varies_over, (x, jax.typeof(x), jax.lax.psum(x, "devices"), *zeros)))
         return ()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Literal, get_opaque_trace_state
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fnet._jax._features import Missing, private
 
@@ -60,6 +61,18 @@ def context_mesh() -> jax.sharding.AbstractMesh:
     return _thread_resources.env.physical_mesh.abstract_mesh
 
 
+def mesh_of_type(x: Any) -> contextlib.AbstractContextManager[object]:
+    """Returns a context with the mesh of an array's type. JAX rejects an operation on an array if
+    the axes of the mesh are explicit in the context and automatic in the array, or vice versa."""
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty:
+        return contextlib.nullcontext()
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty or mesh == here or here.manual_axes or mesh.manual_axes:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
 def vary_alike(*arrays: Any) -> Any:
     """Converts arrays so that all of them vary over the same mesh axes, as shard_map requires for
     the operands of an operation."""
@@ -73,12 +86,27 @@ def varies_over(x: Any) -> frozenset:
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
 
-def zeros(shape: tuple, dtype: Any, axes: frozenset) -> Any:
-    """Returns an array of zeros that `jax.lax.pcast` marks as varying over the mesh axes `axes`.
-    Inside shard_map, the initial carry of a scan must vary over the same mesh axes as the results
-    of its iterations."""
-    zeros = jax.numpy.zeros(shape, dtype)
-    return jax.lax.pcast(zeros, tuple(sorted(axes, key=str)), to="varying") if axes else zeros
+def zeros(kind: Any, *, lead: tuple = (), dtype: Any = None, axes: frozenset = frozenset()) -> Any:
+    """Returns an array of zeros of a type, with further axes before its own. The initial carry of a
+    scan must have the type of the results of its iterations.
+
+    Inside shard_map, the zeros vary over the same mesh axes as the type, and over `axes`. On a mesh
+    with explicit axes, they have the sharding of the type.
+
+    Args:
+        kind: an abstract value (`jax.typeof(array)`) or a `jax.ShapeDtypeStruct`.
+        lead: the sizes of further axes, which are not split.
+        dtype: the dtype. Default None: that of the type.
+        axes: mesh axes of a shard_map.
+    """
+    sharding: Any = getattr(kind, "sharding", None)
+    place = None
+    if AxisType.Explicit in getattr(getattr(sharding, "mesh", None), "axis_types", ()):
+        spec = PartitionSpec(*[None] * len(lead), *sharding.spec.partitions)
+        place = NamedSharding(sharding.mesh, spec)
+    zeros = jax.numpy.zeros((*lead, *kind.shape), dtype or kind.dtype, out_sharding=place)
+    varying = varies_over(kind) | axes
+    return jax.lax.pcast(zeros, tuple(sorted(varying, key=str)), to="varying") if varying else zeros
 
 
 def without_locations() -> Any:

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from fnet.compress._rules import is_kernel
 from fnet.compress._wrapped import Wrapped
-from fnet.jaxpr import is_implicit, tag
+from fnet.jaxpr import automatic, is_implicit, tag, typed
 from fnet.transforms import capture, sites, use_implicit_arrays
 
 # The histogram has 32 bins for each factor of two, so that a bound read from it is at most 2.2 %
@@ -144,28 +145,38 @@ class _Observed(Wrapped):
         return bool(jnp.shape(self.rows))
 
     def dot(self, x, axes, dot):
-        self._record(x.reshape(-1, math.prod(x.shape[x.ndim - len(axes) :])), axes, self.gram)
+        self._record(x, math.prod(x.shape[x.ndim - len(axes) :]), axes, self.gram)
         return dot(x, self.array, axes)
 
     def convolve(self, x, convolution):
         others = tuple(i for i in range(self.ndim) if i != convolution.kernel_axis)
-        self._record(x.reshape(-1, 1), others, False)
+        self._record(x, 1, others, False)
         return convolution(x, self.array)
 
-    def _record(self, x, axes, gram):
-        x = x.astype(jnp.float32)
-        size, bins = jnp.abs(x), _LOWEST * _PER_OCTAVE
-        at = jnp.floor(jnp.log2(jnp.maximum(size, 2.0**_LOWEST)) * _PER_OCTAVE).astype(int) - bins
-        found = {
-            "row": self.rows.ravel()[0],
-            "largest": size.max(),
-            "magnitude": size.sum(0),
-            "histogram": jnp.zeros(_BINS).at[jnp.clip(at, 0, _BINS - 1)].add(1),
-        }
-        if gram:
-            found["gram"] = jnp.matmul(x.T, x, precision="highest")
+    def _record(self, x, width, axes, gram):
+        place = typed(jax.typeof(x))
+        if place is not None:  # every device gets the statistics
+            place = NamedSharding(place.mesh, PartitionSpec())
+        measured = automatic(functools.partial(_measured, width=width, gram=gram), place)
+        found = {"row": self.rows.ravel()[0], **measured(x)}
         negative = " ".join(str(i - self.ndim) for i in sorted(axes))
         tag(found, f"input of {self.leaf}, {self.original - self.ndim}, {negative}")
+
+
+def _measured(x, width, gram):
+    """Returns the statistics of an activation, whose last axes are the `width` elements of its
+    rows."""
+    x = x.reshape(-1, width).astype(jnp.float32)
+    size, bins = jnp.abs(x), _LOWEST * _PER_OCTAVE
+    at = jnp.floor(jnp.log2(jnp.maximum(size, 2.0**_LOWEST)) * _PER_OCTAVE).astype(int) - bins
+    found = {
+        "largest": size.max(),
+        "magnitude": size.sum(0),
+        "histogram": jnp.zeros(_BINS).at[jnp.clip(at, 0, _BINS - 1)].add(1),
+    }
+    if gram:
+        found["gram"] = jnp.matmul(x.T, x, precision="highest")
+    return found
 
 
 def calibrate(

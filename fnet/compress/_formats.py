@@ -7,8 +7,11 @@ import dataclasses
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from fnet.jaxpr import automatic, typed
 
 # The 16 values of Dettmers et al. (2023), QLoRA, appendix E: quantiles of the normal distribution,
 # with an exact zero.
@@ -193,10 +196,11 @@ class NF4(Format):
     largest: ClassVar[float] = 1.0
 
     def encode(self, values: Any) -> Any:
-        return jnp.searchsorted((_NF4[1:] + _NF4[:-1]) / 2, values).astype(jnp.uint8)
+        nearest = lambda x: jnp.searchsorted((_NF4[1:] + _NF4[:-1]) / 2, x).astype(jnp.uint8)
+        return automatic(nearest, typed(jax.typeof(values)))(values)
 
     def decode(self, codes: Any, dtype: Any) -> Any:
-        return jnp.asarray(_NF4, dtype)[codes]
+        return jnp.asarray(_NF4, dtype).at[codes].get(out_sharding=typed(jax.typeof(codes)))
 
 
 @dataclasses.dataclass(frozen=True)

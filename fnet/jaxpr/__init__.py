@@ -43,7 +43,6 @@ from fnet.jaxpr._equations import (
     CONVOLUTION,
     DOT,
     SHIFT,
-    explicit,
     kept_bits,
     lookup_mode,
     new_dtype,
@@ -54,6 +53,7 @@ from fnet.jaxpr._equations import (
     selects_largest,
     value_name,
 )
+from fnet.jaxpr._explicit import automatic, explicit, split_over, typed
 from fnet.jaxpr._flatten import flatten, inlined
 from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, implicit_dot, is_implicit, materialize
@@ -85,7 +85,7 @@ from fnet.jaxpr._static_leaves import (
 )
 from fnet.jaxpr._tags import BLOCK, is_tag, tag, tagging
 from fnet.jaxpr._traced import Traced
-from fnet.jaxpr._values import Value, bind, plain, restore
+from fnet.jaxpr._values import Value, bind, converted, plain, restore
 from fnet.jaxpr._wrapping import Compiled, check_function, wraps
 
 __all__ = [
@@ -114,11 +114,13 @@ __all__ = [
     "Value",
     "alike_fields",
     "array_leaves",
+    "automatic",
     "bind",
     "bodies",
     "boxed",
     "call_name",
     "check_function",
+    "converted",
     "cost",
     "describe",
     "description",
@@ -159,6 +161,7 @@ __all__ = [
     "scope_of_operation",
     "scopes_in",
     "selects_largest",
+    "split_over",
     "static",
     "statics",
     "tag",
@@ -166,6 +169,7 @@ __all__ = [
     "title",
     "touched",
     "traits",
+    "typed",
     "unboxed",
     "unrolled",
     "unsupported",

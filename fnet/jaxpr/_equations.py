@@ -93,11 +93,6 @@ def product(eqn: Any) -> Product | None:
     return Product(eqn, *stands_for(eqn.params)) if stands_for else None
 
 
-def explicit(aval: Any) -> bool:
-    """Whether the sharding of an array is a part of its type (`jax.sharding.AxisType.Explicit`)."""
-    return any(axis is not None for axis in getattr(aval.sharding, "spec", ()))
-
-
 def new_dtype(eqn: Any) -> Any:
     """Returns the dtype to which a convert_element_type equation converts."""
     return eqn.params["new_dtype"]

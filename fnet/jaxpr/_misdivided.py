@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import jax
 import jaxlib
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet._jax import context_mesh
 from fnet.jaxpr._equations import CONVOLUTION, Product, product
+from fnet.jaxpr._explicit import split_over, typed
 
 VERSION = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
 
@@ -168,13 +169,32 @@ def overlapping(window: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 def mesh_of(*arrays: Any) -> Any:
     """Returns the mesh on which one of the arrays lies, or the mesh of `jax.set_mesh` or of `with
-    mesh:`. Returns None if there is none, or if the mesh has explicit axes, with which JAX's types
-    state each sharding."""
+    mesh:`. Returns None if there is none, or if the mesh has explicit axes, for which
+    `splits_wrongly` reads from the types how the arrays are split."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh(), context_mesh()):
         if not mesh.empty and mesh.size > 1:
             return None if AxisType.Explicit in mesh.axis_types else mesh
     return None
+
+
+def automatic(mesh: Any) -> Any:
+    """Returns the same mesh with axes of type Auto in place of Explicit, as inside of
+    `jax.sharding.auto_axes`."""
+    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def splits_wrongly(aval: Any, axes: Iterable[int], rows: Iterable[Row]) -> bool:
+    """Whether the type of an array on a mesh with explicit axes splits one of its axes, and one of
+    the rows applies to the mesh."""
+    place = typed(aval)
+    if place is None or not any(row.applies(automatic(place.mesh)) for row in rows):
+        return False
+    over = split_over(aval)
+    return any(over[axis] is not None for axis in axes)
 
 
 def automatic_axes(mesh: Any) -> tuple[str, ...]:

@@ -41,8 +41,15 @@ def restore(value: Value, aval: Any) -> Any:
     if dtype is None or getattr(value.x, "dtype", dtype) == dtype:
         return value.x
     if value.restored is None:
-        value.restored = lax.convert_element_type(value.x, dtype)
+        value.restored = converted(value.x, dtype)
     return value.restored
+
+
+def converted(x: Any, dtype: Any) -> Any:
+    """Converts an array to a dtype. The array may come from another mesh context than that of the
+    equation that reads it: `jax.sharding.reshard` reads arrays of `jax.sharding.auto_axes`."""
+    with _jax.mesh_of_type(x):
+        return lax.convert_element_type(x, dtype)
 
 
 def bind(eqn: Any, arrays: list, **changes: Any) -> list[Value]:

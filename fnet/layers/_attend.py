@@ -24,10 +24,11 @@ from jax.interpreters import ad, batching, mlir
 
 from fnet import _jax, jaxpr
 from fnet._jax import Primitive
+from fnet.jaxpr import automatic
 from fnet.layers import _attend_flash as flash
 from fnet.layers import _attend_xla as xla
 from fnet.layers._attend_xla import Form, Products
-from fnet.layers._explicit import automatic, like
+from fnet.layers._explicit import like
 from fnet.layers._sizes import integers, sized
 
 

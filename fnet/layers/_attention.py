@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fnet.jaxpr import tag
+from fnet.jaxpr import automatic, tag
 from fnet.layers._attend import attend, mask_of
 from fnet.layers._attend_xla import Form, Products
 from fnet.layers._attend_xla import weights as attention_weights
 from fnet.layers._core import Layer
 from fnet.layers._dropout import Dropout
-from fnet.layers._explicit import automatic, like
+from fnet.layers._explicit import like
 from fnet.layers._linear import Dense, floating, lecun_normal, wide, zeros
 from fnet.layers._scope import Scope
 from fnet.layers._sizes import integers

@@ -13,7 +13,7 @@ from jax import lax
 
 from fnet.jaxpr import misdivided
 from fnet.layers._core import Layer
-from fnet.layers._divided import OTHER, ROWS, SPACE, divided
+from fnet.layers._divided import OTHER, ROWS, SPACE, divided, unsplit
 from fnet.layers._explicit import by_rows
 from fnet.layers._linear import align, floating, lecun_normal, zeros
 from fnet.layers._scope import Scope
@@ -290,10 +290,10 @@ def _divided(
 
 def _convolution(x: jax.Array, kernel: jax.Array, options: dict) -> jax.Array:
     convolve = functools.partial(lax.conv_general_dilated, **options)
-    # XLA gathers the batch of a grouped convolution.
-    return (
-        convolve(x, kernel) if options["feature_group_count"] == 1 else by_rows(convolve, x, kernel)
-    )
+    if options["feature_group_count"] > 1:  # XLA gathers the batch of a grouped convolution
+        convolve = functools.partial(by_rows, convolve)
+    rows = misdivided.SPLIT_IMAGE, misdivided.SPLIT_KERNEL
+    return unsplit(convolve, x, kernel, space=range(1, x.ndim - 1), rows=rows)
 
 
 def layout(ndim: int) -> lax.ConvDimensionNumbers:

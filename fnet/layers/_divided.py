@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +49,25 @@ def divided(
     # Of no elements, because the backward pass keeps them.
     empty = [lax.slice_in_dim(lax.stop_gradient(array), 0, 0) for array in mapped]
     return divided_p.bind(value, *empty, axes=axes, row=row, mesh=mesh)
+
+
+def unsplit(
+    f: Callable,
+    x: jax.Array,
+    *others: jax.Array,
+    space: Sequence[int],
+    rows: Sequence[misdivided.Row],
+) -> jax.Array:
+    """Returns `f(x, *others)`. If the type of `x` on a mesh with explicit axes splits an axis in
+    `space`, and one of the rows applies, the axes are gathered for `f`, and the result gets the
+    type that it has without this."""
+    if not misdivided.splits_wrongly(jax.typeof(x), space, rows):
+        return f(x, *others)
+    result, place = jax.eval_shape(f, x, *others), jax.typeof(x).sharding
+    parts = [None if i in space else part for i, part in enumerate(place.spec.partitions)]
+    with jax.named_scope(f"avoid_{rows[0].name}"):
+        x = jax.sharding.reshard(x, NamedSharding(place.mesh, P(*parts)))
+    return jax.sharding.reshard(f(x, *others), result.sharding)
 
 
 def _spec(shape: tuple[int, ...], axes: str, row: misdivided.Row, mesh: Any) -> P:

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fnet.jaxpr import automatic
 from fnet.layers._core import Layer
-from fnet.layers._explicit import automatic, like
+from fnet.layers._explicit import like
 from fnet.layers._linear import floating
 from fnet.layers._scope import Scope
 

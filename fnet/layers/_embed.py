@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.nn import initializers
 
+from fnet.jaxpr import automatic
 from fnet.layers._core import Layer, method
 from fnet.layers._cross_entropy import linear_cross_entropy
-from fnet.layers._explicit import automatic, like
+from fnet.layers._explicit import like
 from fnet.layers._linear import floating, linear
 from fnet.layers._scope import Scope
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.nn import initializers
 
+from fnet.jaxpr import automatic
 from fnet.layers._core import Layer
-from fnet.layers._explicit import automatic, like
+from fnet.layers._explicit import like
 from fnet.layers._linear import Dense, floating, lecun_normal, wide
 from fnet.layers._scope import Scope
 from fnet.layers._tile_dot import tile_dot

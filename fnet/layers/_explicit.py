@@ -13,8 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from fnet.jaxpr import typed
 
 
 def like(x: Any, *axes: int | None) -> NamedSharding | None:
@@ -25,8 +27,8 @@ def like(x: Any, *axes: int | None) -> NamedSharding | None:
     If `x` is not on a mesh with explicit axes, the result is None, which JAX accepts as an
     unspecified sharding.
     """
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    sharding = typed(jax.typeof(x))
+    if sharding is None:
         return None
     return NamedSharding(
         sharding.mesh, P(*(None if axis is None else sharding.spec[axis] for axis in axes))
@@ -36,22 +38,6 @@ def like(x: Any, *axes: int | None) -> NamedSharding | None:
 def resharded(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     """Reshards `x` to `sharding`. Returns `x` unchanged if `sharding` is None."""
     return x if sharding is None else jax.sharding.reshard(x, sharding)
-
-
-def automatic(f: Callable, shardings: Any) -> Callable:
-    """Returns a function that computes `f` with automatic axes: XLA selects the shardings inside of
-    `f`.
-
-    Args:
-        f: a function of arrays. Arrays that are placed on the mesh must be arguments of `f`, not
-            captured in its closure.
-        shardings: the sharding of each result, as returned by `like`. If the shardings are None,
-            `f` is returned.
-    """
-    meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
-    if not meshes:
-        return f
-    return jax.jit(jax.sharding.auto_axes(f, axes=meshes[0].explicit_axes, out_sharding=shardings))
 
 
 def by_rows(f: Callable, x: jax.Array, *shared: jax.Array) -> jax.Array:

@@ -15,8 +15,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fnet import jaxpr
+from fnet.jaxpr import automatic
 from fnet.layers._core import Layer
-from fnet.layers._explicit import automatic, like
+from fnet.layers._explicit import like
 from fnet.layers._linear import align, floating, ones, wide, zeros
 from fnet.layers._scope import Scope
 

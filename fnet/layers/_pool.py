@@ -14,7 +14,7 @@ from jax import lax
 from fnet.jaxpr import misdivided
 from fnet.layers._conv import Padding, geometry, pads
 from fnet.layers._core import Layer
-from fnet.layers._divided import OTHER, SPACE, divided
+from fnet.layers._divided import OTHER, SPACE, divided, unsplit
 from fnet.layers._linear import floating, wide
 from fnet.layers._scope import Scope
 
@@ -148,5 +148,10 @@ def _windows(pool: Any, scope: Scope, x: jax.Array, start: Any, reduce: Any) -> 
     if whole:  # XLA computes another gradient where windows overlap
         axes = "".join(SPACE if i in whole else OTHER for i in range(x.ndim))
         divide = lambda value: divided(value, axes, misdivided.MAX_POOL, mesh)
-    y = divide(lax.reduce_window(divide(x), start, reduce, *windows))
+    pool = lambda x: lax.reduce_window(x, start, reduce, *windows)
+    if reduce is lax.max and mesh is None:
+        overlap = misdivided.overlapping(*windows[:2])
+        y = unsplit(pool, x, space=overlap, rows=(misdivided.MAX_POOL,))
+    else:
+        y = divide(pool(divide(x)))
     return y, window, any(pad for pair in padding for pad in pair)

@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from fnet import jaxpr
 from fnet.jaxpr import wraps
 from fnet.transforms._microbatch import batch_leaves, batch_rows, batched
 
@@ -80,7 +83,13 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
         rows = batch_rows("per_example", args, where)
         arrays, rebuild = batch_leaves(args, where)
         one = lambda i, row: f(*rebuild(i, [jnp.expand_dims(a, 0) for a in row]), **options)
-        return jax.vmap(one)(jnp.arange(rows, dtype=jnp.int32), arrays)
+        index = jnp.arange(rows, dtype=jnp.int32)
+        place = jaxpr.typed(jax.typeof(arrays[0]))
+        if place is not None:  # vmap needs equal shardings of the axis that it maps
+            index = jax.sharding.reshard(
+                index, NamedSharding(place.mesh, P(place.spec.partitions[0]))
+            )
+        return jax.vmap(one)(index, arrays)
 
     return each
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from fnet import _jax
+from fnet import _jax, jaxpr
 from fnet.jaxpr import array_leaves, is_array, mutable, wraps
 from fnet.transforms._microbatch_state import Program, declared_state, inferred_state
 
@@ -196,11 +199,8 @@ def _accumulated(
         return _Carry(total, share, *new), None
 
     start = _Carry(
-        total=[
-            _jax.zeros(types[k].shape, _wide(types[k]), _jax.varies_over(types[k]) | axes)
-            for k in summed
-        ],
-        share=None if weights is None else _jax.zeros((), weights.dtype, axes),
+        total=[_jax.zeros(types[k], dtype=_wide(types[k]), axes=axes) for k in summed],
+        share=None if weights is None else _jax.zeros(weights.type, axes=axes),
         fixed={
             position: _as_types(call.start[0][position], [types[k] for k in leaves])
             for position, leaves in places.items()
@@ -224,12 +224,12 @@ class _Weights(NamedTuple):
 
     Attributes:
         of: `of(i, inputs, gate)` returns the weight of slice i, see `_traced`.
-        dtype: the dtype of a weight.
+        type: the shape and dtype of a weight.
         axes: the mesh axes of a shard_map over which the weights vary.
     """
 
     of: Callable
-    dtype: Any
+    type: Any
     axes: frozenset
 
 
@@ -254,7 +254,7 @@ def _weights(call: _Call, weight: Callable, first: tuple, arrays: list) -> _Weig
             f"slice; got {', '.join(names)}. Move callbacks and uses of a jax.Ref into the "
             "function itself"
         )
-    return _Weights(run, shape.dtype, axes)
+    return _Weights(run, shape, axes)
 
 
 class _Call:
@@ -340,8 +340,8 @@ def _state_arrays(position, state):
 
 
 def _as_types(arrays, types) -> list:
-    """Returns the initial state with the types, for example the varying mesh axes, of the state
-    after a slice."""
+    """Returns the initial state with the types, for example the varying mesh axes or the explicit
+    sharding, of the state after a slice."""
     converted = []
     for x, t in zip(arrays, types, strict=True):
         missing = tuple(sorted(_jax.varies_over(t) - _jax.varies_over(x), key=str))
@@ -351,6 +351,8 @@ def _as_types(arrays, types) -> list:
             x = lax.convert_element_type(x, t.dtype)
         if missing:
             x = lax.pcast(x, missing, to="varying")
+        if jaxpr.typed(t) is not None:
+            x = jax.sharding.reshard(x, t.sharding)
         converted.append(x)
     return converted
 
@@ -473,8 +475,23 @@ def batch_rows(who: str, args, where) -> int:
 
 
 def _split(a, n):
-    """Splits an array into n slices [n, rows / n, ...]."""
-    return jnp.swapaxes(jnp.reshape(a, (a.shape[0] // n, n, *a.shape[1:])), 0, 1)
+    """Splits an array into n slices [n, rows / n, ...]. On a mesh with explicit axes, the rows of a
+    slice are split over the devices as those of the batch are."""
+    shape, place = (a.shape[0] // n, n, *a.shape[1:]), None
+    sharding = jaxpr.typed(jax.typeof(a))
+    if sharding is not None:
+        over, *rest = sharding.spec.partitions
+        names = over if isinstance(over, tuple) else () if over is None else (over,)
+        devices = math.prod(sharding.mesh.shape[name] for name in names)
+        if shape[0] % devices:
+            most = max(d for d in range(1, n + 1) if not a.shape[0] % (d * devices))
+            raise ValueError(
+                f"microbatch: the type {jax.typeof(a)} splits the rows of the batch over {devices} "
+                f"devices, and a slice of {shape[0]} rows cannot be split so; use n={most}, or "
+                "replicate the batch with jax.sharding.reshard"
+            )
+        place = NamedSharding(sharding.mesh, P(over, None, *rest))
+    return jnp.swapaxes(jnp.reshape(a, shape, out_sharding=place), 0, 1)
 
 
 def batch_leaves(args, where):

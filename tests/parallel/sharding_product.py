@@ -6,7 +6,8 @@
 A case assigns each mesh axis to an axis of the input and to an axis of the kernel, or to none; two
 mesh axes on one array axis occur in both orders. The shardings of the bias and the cotangent are
 drawn. A case is equal if the output and the gradients of the input, the kernel and the bias are
-those of one device, element by element; refused if there is an error; and wrong otherwise. The
+those of one device, element by element; refused if there is an error; and wrong otherwise. On an
+explicit mesh, JAX refuses shardings of which it cannot infer the sharding of the result. The
 column "gathered" is the largest number of bytes that a case gathers on each device because the
 layer avoids a wrong result. The exit code is 1 if a case is wrong in a situation in which layers
 promise to be right (`PROMISED`). In the others, XLA may also abort the process.
@@ -40,6 +41,7 @@ from jax.sharding import PartitionSpec as P
 
 from fnet import layers as nn
 from fnet import parallel
+from fnet.jaxpr import typed
 
 LAYERS = {  # layer, shape of the input
     "1d": (nn.Conv(8, 4), (8, 16, 8)),
@@ -78,6 +80,7 @@ SITUATIONS = {  # which of params and input `vmap` maps
     "vmap of inputs": (None, 0),
     "vmap of kernels": (0, None),
     "vmap of both": (0, 0),
+    "explicit mesh": (None, None),
 }
 PROMISED = tuple(name for name in SITUATIONS if name != "in_shardings")
 
@@ -96,9 +99,14 @@ class Prepared(NamedTuple):
     want: Any
 
 
-def mesh(*sizes: int) -> Mesh:
+def mesh(*sizes: int, kind: AxisType = AxisType.Auto) -> Mesh:
     devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, ("a", "b")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(devices, ("a", "b")[: len(sizes)], axis_types=(kind,) * len(sizes))
+
+
+def mesh_for(situation: str, *sizes: int) -> Mesh:
+    explicit = situation == "explicit mesh"
+    return mesh(*sizes, kind=AxisType.Explicit if explicit else AxisType.Auto)
 
 
 def shardings(shape: tuple[int, ...], mesh: Mesh) -> list[NamedSharding]:
@@ -140,6 +148,8 @@ def prepared(name: str, mapped: tuple[int | None, int | None] = (None, None)) ->
 
     def run(params, x, cotangent):
         y, transpose = jax.vjp(f, params, x)
+        if (place := typed(jax.typeof(y))) is not None:
+            cotangent = jax.sharding.reshard(cotangent, place)
         return y, transpose(cotangent)
 
     args = params, x, cotangent
@@ -158,6 +168,8 @@ def placed(name: str, situation: str, mesh: Mesh, case: tuple, draw: random.Rand
     """The shardings of a case, of params, input and cotangent."""
     params, _, cotangent = prepared(name, SITUATIONS[situation]).args
     some = lambda leaf: draw.choice(shardings(leaf.shape, mesh))
+    if situation == "explicit mesh":  # where JAX adds no arrays that are split differently
+        some = lambda leaf: NamedSharding(mesh, P())
     places = {key: case[0] if key == "kernel" else some(leaf) for key, leaf in params.items()}
     return places, case[1], some(cotangent)
 
@@ -194,9 +206,13 @@ def outcome(name: str, situation: str, mesh: Mesh, places: tuple) -> Outcome:
 
 def _computed(each, situation, mesh, places):
     """Returns (the results, the gathered bytes)."""
-    contexts = {"set_mesh": jax.set_mesh, "with mesh": lambda mesh: mesh}
+    contexts = {
+        "set_mesh": jax.set_mesh,
+        "with mesh": lambda mesh: mesh,
+        "explicit mesh": jax.set_mesh,
+    }
     args, options = each.args, {"in_shardings": places}
-    if situation not in (*contexts, "in_shardings"):
+    if situation not in ("set_mesh", "with mesh", "in_shardings"):
         args, options = jax.tree.map(jax.device_put, args, places), {}
     with contexts.get(situation, contextlib.nullcontext)(mesh):
         program = jax.jit(each.run, **options).lower(*args).compile()
@@ -246,7 +262,7 @@ def main() -> int:
             if SITUATIONS[situation][0] == 0 and not prepared(name).args[0]:
                 continue  # no kernel to map
             started, counts, most, shown = time.monotonic(), collections.Counter(), 0, []
-            each = mesh(*MESHES[size])
+            each = mesh_for(situation, *MESHES[size])
             for places in drawn(name, situation, each, options.draw):
                 found = outcome(name, situation, each, places)
                 counts[found.result] += 1

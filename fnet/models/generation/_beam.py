@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import layers as nn
-from fnet.layers._explicit import automatic, like
+from fnet.jaxpr import automatic
+from fnet.layers._explicit import like
 from fnet.models.generation import _generate
 from fnet.models.generation._sampling import sampling
 

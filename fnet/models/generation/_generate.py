@@ -14,7 +14,8 @@ from jax import export, lax
 
 from fnet import layers as nn
 from fnet import transforms as ft
-from fnet.layers._explicit import automatic, like
+from fnet.jaxpr import automatic
+from fnet.layers._explicit import like
 from fnet.layers._sizes import at_most, integers, sized
 from fnet.models._blocks import unstack
 from fnet.models.generation._sampling import Sampling, is_sampled, penalized, pick, sampling

@@ -13,7 +13,8 @@ import numpy as np
 from jax import export, lax
 
 from fnet import layers as nn
-from fnet.layers._explicit import automatic, like, resharded
+from fnet.jaxpr import automatic
+from fnet.layers._explicit import like, resharded
 from fnet.models._model import Model
 
 constant = jax.nn.initializers.constant

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from fnet import _jax, hardware, jaxpr
 from fnet._util._nearest import nearest_to_pattern
@@ -512,7 +511,7 @@ def _activation(eqn, at) -> bool:
 
 
 def _to(x, dtype):
-    return x if getattr(x, "dtype", None) == dtype else lax.convert_element_type(x, dtype)
+    return x if getattr(x, "dtype", None) == dtype else jaxpr.converted(x, dtype)
 
 
 class Row(NamedTuple):

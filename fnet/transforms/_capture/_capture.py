@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax
-from fnet.jaxpr import Traced, tagging, wraps
+from fnet.jaxpr import Traced, tagging, typed, wraps
 from fnet.transforms._capture._inspect import Inspector
 from fnet.transforms._capture._sites import Site
 from fnet.transforms._capture._sites import find as find_sites
@@ -407,12 +407,20 @@ def _one_change(match, function, value, indices):
     def apply(value):
         new = function(value, indices)
         _check_same(match, value, new)
-        return jax.tree.map(lambda x, y: _jax.vary_alike(x, jnp.asarray(y))[1], value, new)
+        return jax.tree.map(_as_type_of, value, new)
 
     chosen = [index == i for index, i in zip(indices, match.indices) if i is not None]
     if not chosen:
         return apply(value)
     return lax.cond(jnp.stack(chosen).all(), apply, lambda value: value, value)
+
+
+def _as_type_of(x, y):
+    """Returns y with the varying mesh axes and the explicit sharding of x, for which the rest of
+    the program was traced."""
+    y = _jax.vary_alike(x, jnp.asarray(y))[1]
+    place = typed(jax.typeof(x))
+    return y if place is None else jax.sharding.reshard(y, place)
 
 
 def _check_same(match, old, new) -> None:
@@ -456,8 +464,6 @@ def _offsets(site) -> list:
     axes."""
     lengths = tuple(length for _, length in site.scans)
     return [
-        _jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t))
-        if jnp.issubdtype(t.dtype, jnp.inexact)
-        else None
+        _jax.zeros(t, lead=lengths) if jnp.issubdtype(t.dtype, jnp.inexact) else None
         for t in (site.types[i] for i in site.leaves)
     ]

@@ -299,7 +299,4 @@ class Inspector(Interpreter):
             for i, (_, length) in enumerate(site.scans)
             if i > depth and self._pick(site, i) is None
         ]
-        return [
-            _jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t))
-            for t in (site.types[i] for i in site.leaves)
-        ]
+        return [_jax.zeros(t, lead=tuple(lengths)) for t in (site.types[i] for i in site.leaves)]

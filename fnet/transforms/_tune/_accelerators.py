@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax, jaxpr
-from fnet.jaxpr import Value
+from fnet.jaxpr import Value, converted
 from fnet.transforms._tune._cpu import Rule
 
 UNROLLED = 1 << 13  # maximum equations of an unrolled loop: 48 layers of a transformer
@@ -143,7 +143,7 @@ def hoisted_casts(eqn, inputs):
         if getattr(x, "dtype", None) == jnp.float32 and x.size >= LARGE:
             read = _read_as(parts.jaxpr, v)
             if len(read) == 1 and read <= set(_LOW):
-                changed[i] = Value(lax.convert_element_type(x, read.pop()))
+                changed[i] = Value(converted(x, read.pop()))
     return (eqn, [changed.get(i, value) for i, value in enumerate(inputs)]) if changed else None
 
 
