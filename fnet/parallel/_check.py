@@ -106,14 +106,17 @@ def call(plan, state, batch) -> str | None:
             )
     for name, tree, wanted, put in parts:
         for (path, x), where in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(wanted)):
-            if (
-                isinstance(x, jax.Array)
-                and x.committed
-                and not x.sharding.is_equivalent_to(where, x.ndim)
-            ):
+            if isinstance(x, jax.Array) and x.committed and not _placed(x, where):
                 return (
                     f"{name}{jax.tree_util.keystr(path)} does not have the plan's sharding, but "
                     f"{x.sharding}; call "
                     f"{put}"
                 )
     return None
+
+
+def _placed(x: jax.Array, where: jax.sharding.NamedSharding) -> bool:
+    """Whether an array has a sharding. Devices with explicit axes and the same devices with
+    automatic ones are different meshes for JAX, although an array lies in the same places."""
+    kinds = getattr(getattr(x.sharding, "mesh", None), "axis_types", where.mesh.axis_types)
+    return kinds == where.mesh.axis_types and x.sharding.is_equivalent_to(where, x.ndim)

@@ -25,12 +25,13 @@ def table(plan) -> str:
             + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.replicated[:8])
             + more
         ]
-    working = {name for where in jax.tree.leaves(plan.state) for name in where.spec} | {
-        "slice",
-        "data",
-    }
+    working = {"slice", "data"}
+    for where in jax.tree.leaves(plan.state):
+        for names in where.spec:
+            working |= set(names if isinstance(names, tuple) else (names,))
     for name, size in plan.mesh.shape.items():
-        if name not in working and size > 1:
+        # Which axes the activations of a step that states its own shardings use is unknown here.
+        if name not in working and size > 1 and plan.options.state != "explicit":
             said += [
                 f"no rule uses the mesh axis {name}, so the {size} devices along it do the same "
                 f"work"

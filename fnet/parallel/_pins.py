@@ -100,6 +100,87 @@ def avoided(
     return tuple(interpreter.avoided.values())
 
 
+def rightly_divided(step: Callable, mesh: Mesh) -> Callable:
+    """Returns a step that states its own shardings on a mesh with explicit axes, in which the
+    equations that XLA would divide wrongly gather the axes that must not be split."""
+    interpreter = _Typed(mesh)
+
+    @jaxpr.wraps(step)
+    def divided(*args, **kwargs):
+        return interpreter.run(step, args, kwargs)
+
+    return divided
+
+
+def avoided_with_types(closed: Any, mesh: Mesh, arguments: Any) -> tuple[Avoided, ...]:
+    """As `avoided`, for a step that states its own shardings. `arguments` are the shapes of its
+    state and batch, with shardings."""
+    if not any(_whole(eqn, mesh) for eqn in jaxpr.equations(closed.jaxpr)):
+        return ()
+    interpreter = _Typed(mesh)
+    jax.eval_shape(lambda arrays: interpreter.outputs(closed, arrays), jax.tree.leaves(arguments))
+    return tuple(interpreter.avoided.values())
+
+
+class _Typed(Interpreter):
+    """Gathers axes that must not be split, where the types on the explicit mesh split them."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh, self.avoided = mesh, {}
+
+    def equation(self, eqn, at, inputs, plan):
+        whole = _whole(eqn, self.mesh)
+        if whole is None:
+            return NotImplemented
+        arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
+        mesh = misdivided.automatic(self.mesh)
+        unstated = dict.fromkeys(eqn.params.keys() & {"sharding", "out_sharding"})
+
+        def compute(*arrays):
+            if misdivided.NEGATIVE in whole.rows:
+                return [misdivided.cropped(eqn, *arrays)]
+            arrays = [misdivided.unsplit(x, mesh, axes) for x, axes in zip(arrays, whole.inputs)]
+            outputs = [y.x for y in jaxpr.bind(eqn, arrays, **unstated)]
+            return [misdivided.unsplit(y, mesh, axes) for y, axes in zip(outputs, whole.outputs)]
+
+        held = sum(
+            self.held_bytes(v.aval, axes)
+            for v, axes in zip((*eqn.invars, *eqn.outvars), (*whole.inputs, *whole.outputs))
+            if axes
+        )
+        self.avoided[id(eqn)] = Avoided(whole.rows, at.path, held)
+        places = [jaxpr.typed(v.aval) for v in eqn.outvars]
+        return list(map(Value, jaxpr.automatic(compute, places)(*arrays)))
+
+    def held_bytes(self, aval, axes) -> int:
+        over = [names for i, names in enumerate(jaxpr.split_over(aval)) if i not in axes]
+        spec = P(*(names for names in over if names))
+        devices = math.prod(self.mesh.shape[name] for name in _names(spec))
+        return nbytes(aval) // devices
+
+
+def _names(spec) -> list:
+    return [name for names in spec for name in (names if isinstance(names, tuple) else (names,))]
+
+
+def _whole(eqn, mesh) -> misdivided.Whole | None:
+    """Returns what avoids a wrong result of an equation with the shardings that its types state."""
+    whole = misdivided.in_equation(eqn, misdivided.automatic(mesh))
+    if whole is None or not any(jaxpr.typed(v.aval) for v in eqn.outvars):
+        return None
+    if jax.sharding.get_abstract_mesh().manual_axes:  # each device computes its own part
+        return None
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    if misdivided.NEGATIVE in whole.rows:
+        return whole if any(map(jaxpr.explicit, avals)) else None
+    for aval, axes in zip(avals, (*whole.inputs, *whole.outputs)):
+        over = jaxpr.split_over(aval)
+        if any(over[axis] is not None for axis in axes):
+            return whole
+    return None
+
+
 def _rows(args, batch) -> list[int | None]:
     """Returns for each array of the arguments the index of its batch axis, which is 0 in argument
     number `batch`."""

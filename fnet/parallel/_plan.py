@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import hardware
-from fnet.jaxpr import Compiled
-from fnet.parallel import _check, _compile, _cost, _explain
+from fnet.jaxpr import Compiled, misdivided
+from fnet.parallel import _check, _compile, _cost, _explain, _mesh
 from fnet.parallel._estimate import Estimate
 from fnet.parallel._ledger import Ledger
 from fnet.parallel._pins import Avoided
@@ -163,7 +164,12 @@ class Plan:
         part of the
         state."""
         self._check_attached("init")
-        return jax.jit(self.init_fn, out_shardings=self.state)(key)
+
+        def init(key):
+            with _mesh.tracing(self.mesh, self._typed):
+                return self.init_fn(key)
+
+        return jax.jit(init, out_shardings=self.state)(key)
 
     def place(self, state: Any) -> Any:
         """Copies an existing state to the devices with the plan's shardings, for example a state
@@ -211,7 +217,7 @@ class Plan:
             rows is not a multiple of the number of devices that share the batch.
         """
         compiled = jax.jit(
-            self.options.applied(step, self.mesh, self.axes),
+            on_mesh(self, self._applied(step)),
             in_shardings=(self.state, self.batch),
             out_shardings=(self.state, NamedSharding(self.mesh, P())),
             donate_argnums=0,
@@ -234,6 +240,16 @@ class Plan:
             step, explained(compiled), explained(compiled.lower), explained(compiled.trace)
         )
 
+    @property
+    def _typed(self) -> bool:
+        """Whether the step states its own shardings."""
+        return self.options.state == "explicit"
+
+    def _applied(self, step: Callable) -> Callable:
+        """Returns the step, rewritten for the strategy."""
+        mesh = self.mesh if self._typed else misdivided.automatic(self.mesh)
+        return self.options.applied(step, mesh, self.axes)
+
     def objection(self, state: Any, batch: Any) -> str | None:
         """Returns the reason why the step cannot be called with this state and batch, or None if it
         can be called."""
@@ -246,6 +262,35 @@ class Plan:
         return _explain.table(self)
 
     __str__ = explain
+
+
+def on_mesh(plan: Plan, step: Callable) -> Callable:
+    """Returns a step that can be traced with arrays on the mesh of the plan, also if the mesh has
+    explicit axes and the step is written for one device."""
+    typed = plan.options.state == "explicit"
+    if not _mesh.explicit(plan.mesh):
+
+        @functools.wraps(step)
+        def traced(state, batch):
+            with _mesh.tracing(plan.mesh, typed):
+                return step(state, batch)
+
+        return traced
+
+    places = jax.tree.map(_mesh.in_types, (plan.state, plan.batch))
+    results = places[0], NamedSharding(plan.mesh, P())
+    inner = step
+    if not typed:  # XLA, and the constraints of the strategy, divide the step
+        inner = jax.sharding.auto_axes(step, axes=plan.mesh.axis_names, out_sharding=results)
+
+    @functools.wraps(step)
+    def resharded(state, batch):
+        with _mesh.tracing(plan.mesh, typed):
+            # The types of arrays that were never placed, such as NumPy arrays, state nothing.
+            state, batch = jax.sharding.reshard((state, batch), places)
+            return jax.sharding.reshard(inner(state, batch), results)
+
+    return resharded
 
 
 def rows_over(mesh) -> tuple[str, ...]:

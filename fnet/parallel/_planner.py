@@ -9,18 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
-from fnet.cost._count import Count, count_jaxpr
+from fnet.cost._count import Count
 from fnet.cost._tiles import Stored, stored
-from fnet.parallel import _check, _compile, _cost, _explain, _mesh
+from fnet.jaxpr import misdivided
+from fnet.parallel import _check, _compile, _cost, _explain, _mesh, _trace
 from fnet.parallel._estimate import Estimate, Split, estimate
-from fnet.parallel._pins import avoided
+from fnet.parallel._pins import avoided, avoided_with_types
 from fnet.parallel._plan import Candidate, Plan, rows_over
 from fnet.parallel._sharding_rules import applied, path_of
-from fnet.parallel._shardings import is_parameter, layout, scanned_leaves
+from fnet.parallel._shardings import is_parameter, layout, stated
 from fnet.parallel._strategies import Strategy, ladder, takes_slices
 from fnet.parallel._targets import target
 
@@ -39,7 +40,7 @@ def plan(
     *,
     devices: str | Sequence[jax.Device] = "local",
     strategy: str = "auto",
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | Mesh | AbstractMesh | None = None,
     rules: Mapping[str, tuple[str | None, ...]] | None = None,
     compile: bool = True,
 ) -> Plan:
@@ -79,6 +80,11 @@ def plan(
       activations split along the batch axis. Without sharding constraints on the activations, XLA
       may sum activations over all chips instead of gathering weights.
 
+    - "explicit": on a mesh with explicit axes, the state and the activations are split as `init`
+      and the step state in their types. `plan` selects this strategy, and compares no others, if
+      the types of the state that `init` creates on the mesh split it, or if the step or `init`
+      cannot be traced for one device.
+
     Whether "fsdp" or "fsdp+pins" sends fewer bytes depends on the model, so the step is compiled
     with both. If no strategy fits into memory, `plan` tries each strategy with "+remat": the
     backward pass recomputes activations, as with `ft.rematerialize`. If no strategy with "+remat"
@@ -111,7 +117,9 @@ def plan(
             along "data", and the slices or machines lie along another axis, "slice". The state is
             split over the devices of a slice or machine, and each slice or machine has a complete
             state. Between slices or machines, only sums over the batch, such as gradients, are
-            sent.
+            sent. Or a `jax.sharding.Mesh` or `AbstractMesh` with the axis "data", whose axes keep
+            their types: `jax.make_mesh` makes explicit axes by default. A `Mesh` also states the
+            devices. Without a mesh of JAX, the axes have the type Auto.
         rules: rules for tensor parallelism, a dict. A key is a regular expression that matches the
             complete path of a parameter, such as "blocks/fc/kernel". A value is a tuple that
             contains, for each axis of the parameter, the name of the mesh axis over which this axis
@@ -127,7 +135,9 @@ def plan(
         ValueError: the strategy or the chip is unknown, the number of rows is not a multiple of the
             number of devices, a rule matches no parameter, the step changes the structure of the
             state, or no strategy fits into memory. If no strategy fits into memory, the error
-            message lists the largest arrays.
+            message lists the largest arrays. A ValueError is also raised if the mesh has no axis
+            "data", or if a strategy for one device, or rules, are given for a step that states its
+            own shardings.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -140,16 +150,15 @@ def plan(
     for name, function in (("step", step), ("init", init)):
         if not callable(function):
             raise TypeError(f"plan: {name} must be a function; got {function!r}")
-    chips = target(devices)
+    chips = target(_mesh.devices(mesh, devices))
     axes = _mesh.sizes(chips, mesh)
-    places = _mesh.make(chips, axes)
+    places = _mesh.make(chips, axes, mesh)
     rows_by = math.prod(axes[name] for name in rows_over(places))
     batch = jax.tree.map_with_path(_check.shape, batch)
     rows = _check.rows(batch, rows_by)
-    rungs = ladder(strategy, step, rows, rows_by)
-    state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
-    traced = Traced(step, state, batch)
-    _check.state(state, traced.out)
+    traced = _trace.traced(step, init, batch, places, strategy, ruled=bool(rules))
+    state = traced.state
+    rungs = ladder(strategy, step, rows, rows_by, typed=traced.typed)
     draft = Drafts(chips, axes, places, state, batch, traced, rules or {}, init)
     judged: list[Candidate] = []
     for rung in rungs:
@@ -167,42 +176,15 @@ def plan(
     )
     chosen = draft.plan(best.options)
     find = draft.largest_batches if chips.count == 1 else None
-    held = (
-        avoided(traced(best.options)[0], places, chosen.axes, state, batch)
-        if chips.count > 1
-        else ()
-    )
+    held: tuple = ()
+    if chips.count > 1:
+        closed = traced(best.options)[0]
+        if traced.typed:
+            with _mesh.tracing(places, True):
+                held = avoided_with_types(closed, places, (state, traced.batch))
+        else:
+            held = avoided(closed, misdivided.automatic(places), chosen.axes, state, batch)
     return dataclasses.replace(chosen, candidates=verdicts, avoided=held, _find_largest=find)
-
-
-class Traced:
-    """The jaxprs of a step for several strategies. Each jaxpr is traced only once."""
-
-    def __init__(self, step, state, batch):
-        self.step, self.state, self.batch = step, state, batch
-        closed, self.out = _jax.make_jaxpr(step, return_shape=True)(state, batch)
-        self._found = {(False, 1): (closed, count_jaxpr(closed))}
-        leaves = [path for path, _ in jax.tree.leaves_with_path(state)]
-        self.scanned = scanned_leaves(closed.jaxpr, leaves)
-        self.unused = _check.unused(closed.jaxpr.invars[len(leaves) :], closed.jaxpr, batch)
-        # XLA removes the arguments that the step does not read.
-        self.complete = not self.unused and not _check.unused(
-            closed.jaxpr.invars[: len(leaves)], closed.jaxpr, state
-        )
-
-    def __call__(self, option: Strategy) -> tuple[Any, Count]:
-        key = option.remat, option.microbatches
-        if key not in self._found:
-            closed = _jax.make_jaxpr(option.applied(self.step))(self.state, self.batch)
-            self._found[key] = closed, count_jaxpr(closed)
-        return self._found[key]
-
-    def resized(self, option: Strategy, batch: Any) -> Any:
-        """Returns the jaxpr of the step for a batch with another number of rows."""
-        key = option, tuple(x.shape for x in jax.tree.leaves(batch))
-        if key not in self._found:
-            self._found[key] = _jax.make_jaxpr(option.applied(self.step))(self.state, batch)
-        return self._found[key]
 
 
 class Drafts:
@@ -251,6 +233,8 @@ class Drafts:
 
     @functools.lru_cache(None)  # noqa: B019 (lives only while a plan is created)
     def layout(self, kind):
+        if kind == "explicit":
+            return stated(self.state)
         return layout(self.state, kind, self.axes["data"], self.traced.scanned, self.ruled)
 
     def candidate(self, option: Strategy) -> Candidate:
@@ -420,7 +404,12 @@ def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
         state, batch: trees of shapes. The number of rows of the batch must be a multiple of the
             number of devices times the number of microbatches.
     """
-    return _estimated(plan, _jax.make_jaxpr(plan.options.applied(step))(state, batch), state, batch)
+    typed = plan.options.state == "explicit"
+    with _mesh.tracing(plan.mesh, typed):
+        if typed:
+            state, batch = _trace.with_types((state, batch), (plan.state, plan.batch))
+        closed = _jax.make_jaxpr(plan.options.applied(step))(state, batch)
+    return _estimated(plan, closed, state, batch)
 
 
 def _estimated(plan, closed, state, batch) -> Estimate:
@@ -446,10 +435,13 @@ def _estimated(plan, closed, state, batch) -> Estimate:
 
 
 def _split(spec) -> Split:
-    data = next((i for i, name in enumerate(spec) if name == "data"), None)
-    return Split(
-        None, data, tuple((i, name) for i, name in enumerate(spec) if name not in (None, "data"))
-    )
+    over = [
+        (i, name)
+        for i, names in enumerate(spec)
+        for name in (names if isinstance(names, tuple) else (names,))
+    ]
+    data = next((i for i, name in over if name == "data"), None)
+    return Split(None, data, tuple((i, name) for i, name in over if name not in (None, "data")))
 
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
-from fnet.jaxpr import bodies, is_implicit, scan
+from fnet.jaxpr import bodies, is_implicit, scan, split_over
 from fnet.parallel._sharding_rules import path_of
 
 # Arrays with fewer elements are not split: transfers would take more time than is saved.
@@ -26,6 +26,11 @@ class Layout(NamedTuple):
 
     specs: Any
     whole: list
+
+
+def stated(state) -> Layout:
+    """Returns the partition specs that the types of a state on an explicit mesh state."""
+    return Layout(jax.tree.map(lambda leaf: P(*split_over(leaf)), state), [])
 
 
 def layout(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from fnet.parallel._pins import pin
+from fnet.parallel._pins import pin, rightly_divided
 from fnet.transforms._rematerialize import rematerialize
 
 # name -> description, simplest first
@@ -19,6 +19,7 @@ STRATEGIES = {
     "zero1": "parameters replicated, the optimizer's state split",
     "fsdp": "parameters and optimizer's state split",
     "fsdp+pins": "parameters and optimizer's state split, activations pinned to the batch",
+    "explicit": "state and activations split as their types on the explicit mesh say",
 }
 MOST = 64  # maximum number of microbatches
 
@@ -29,7 +30,8 @@ class Strategy(NamedTuple):
 
     Attributes:
         state: how the state is split over the devices: "data" (not split), "zero1" (only the
-            optimizer's state is split) or "fsdp" (all of the state is split).
+            optimizer's state is split), "fsdp" (all of the state is split) or "explicit" (as init
+            and the step state it themselves).
         pins: whether sharding constraints keep the activations split along the batch axis.
         remat: whether the backward pass recomputes activations instead of reading stored ones.
         microbatches: the number of microbatches, which are slices of a batch that are processed one
@@ -62,12 +64,15 @@ class Strategy(NamedTuple):
     ) -> Callable:
         """Returns `step`, rewritten for the strategy. If `mesh` is None or has only one device,
         activations get no sharding constraints, and sums over the batch are not moved out of loops.
-        `axes` are the mesh axes over which the batch is split."""
+        `axes` are the mesh axes over which the batch is split. Only for the strategy "explicit",
+        the axes of `mesh` may be explicit."""
         if self.microbatches > 1:
             step = functools.partial(step, microbatches=self.microbatches)
         step = rematerialize(step) if self.remat else step
         if mesh is None or mesh.size == 1:
             return step
+        if self.state == "explicit":
+            return rightly_divided(step, mesh)
         return pin(step, mesh, axes[0] if len(axes) == 1 else axes, activations=self.pins)
 
 
@@ -85,7 +90,7 @@ def parse(strategy: str) -> Strategy | None:
     ]
     option = Strategy(state, "pins" in more, "remat" in more, slices[0] if slices else 1)
     if (
-        state not in ("data", "zero1", "fsdp")
+        state not in ("data", "zero1", "fsdp", "explicit")
         or str(option) != strategy
         or (option.pins and state != "fsdp")
     ):
@@ -96,9 +101,12 @@ def parse(strategy: str) -> Strategy | None:
     return option
 
 
-def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[Strategy]]:
+def ladder(
+    strategy: str, step: Callable, rows: int, chips: int, *, typed: bool = False
+) -> list[list[Strategy]]:
     """Returns the strategies to try, as a list of lists of strategies. The strategies of a list are
-    tried only if no strategy of the preceding lists fits into memory."""
+    tried only if no strategy of the preceding lists fits into memory. `typed` states whether the
+    step states its own shardings."""
     option = parse(strategy)
     if option is not None and option.microbatches > 1:
         slices(step, option.microbatches, rows, chips)
@@ -108,8 +116,8 @@ def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[St
             if option.state == "fsdp" and not option.pins
             else [option]
         ]
-    base = [Strategy("data")]
-    if chips > 1:
+    base = [Strategy("explicit" if typed else "data")]
+    if chips > 1 and not typed:
         base += [Strategy("zero1"), Strategy("fsdp"), Strategy("fsdp", pins=True)]
     rungs = [base, [option._replace(remat=True) for option in base]]
     if takes_slices(step):

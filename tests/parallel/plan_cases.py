@@ -165,3 +165,6 @@ def narrow():
         return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
 
     return step, init, jax.ShapeDtypeStruct((64, 512), jnp.float32)
+
+
+CASES_ON_EXPLICIT_MESHES = {"gpt": gpt, "cnn": cnn, "flax": flax}

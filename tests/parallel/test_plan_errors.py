@@ -24,9 +24,8 @@ def called(*, batch=SOME, where=None, devices="local"):
     [
         (
             lambda: parallel.plan(STEP, INIT, ROWS, strategy="magic"),
-            "plan: unknown strategy 'magic'; there are auto, data, zero1, fsdp, fsdp+pins, each "
-            "also with +remat and "
-            "+microbatches=N, in this order",
+            "plan: unknown strategy 'magic'; there are auto, data, zero1, fsdp, fsdp+pins, "
+            "explicit, each also with +remat and +microbatches=N, in this order",
         ),
         (
             lambda: parallel.plan(STEP, INIT, ROWS, strategy="data+pins"),

@@ -42,7 +42,7 @@ class Program:
         self._options = options
         self._spread = spread
         # One traced function serves the checks, the count of operations and the run.
-        self._traced = _contract.traced(getattr(step, "plain", step))
+        self._traced = _contract.traced(spread.traceable(getattr(step, "plain", step)))
         function = getattr(step, "__qualname__", type(step).__name__)
         self._name = f"{function} with {[jnp.shape(x) for x in jax.tree.leaves(state)]}"
         _compilation_cache.preload(self._name)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from fnet.parallel import Plan
 from fnet.parallel._local_batches import LocalBatches
+from fnet.parallel._plan import on_mesh
 from fnet.training.record._metrics import placed
 
 
@@ -48,6 +49,10 @@ class Spread:
 
     def step(self, step: Callable) -> Callable:
         return step if self.plan is None else self.plan.jit(step)
+
+    def traceable(self, step: Callable) -> Callable:
+        """Returns the step as a function that can be traced with the arrays of the run."""
+        return step if self.plan is None else on_mesh(self.plan, step)
 
     def state(self, state: Any) -> Any:
         """Copies the state to the devices of the plan, with the plan's shardings. The step donates

@@ -343,6 +343,11 @@ def evaluator(
 
     @functools.cache
     def steps(whole):
+        if whole is not None and AxisType.Explicit in whole.mesh.axis_types:
+            divided = jax.sharding.auto_axes(
+                measured, axes=whole.mesh.axis_names, out_sharding=whole
+            )
+            return jax.jit(divided)
         return jax.jit(measured, out_shardings=whole)
 
     def batches(chips):
@@ -354,6 +359,12 @@ def evaluator(
 
     def evaluate(state):
         total, place = None, _rows(state)
+        if place is not None and AxisType.Explicit in place.mesh.axis_types:
+            try:  # metrics that state their own shardings
+                jax.eval_shape(measured, state, next(batches(1)))
+                place = None
+            except Exception:  # metrics for one device; if they are wrong, they fail again
+                pass
         one = steps(None if place is None else NamedSharding(place.mesh, P()))
         in_flight: collections.deque = collections.deque()
 
@@ -399,8 +410,7 @@ def _rows(state: Any) -> NamedSharding | None:
         place = getattr(x, "sharding", None)
         if isinstance(place, NamedSharding) and place.mesh.size > 1:
             axes = tuple(name for name in ("slice", "data") if place.mesh.shape.get(name, 1) > 1)
-            explicit = AxisType.Explicit in place.mesh.axis_types
-            return NamedSharding(place.mesh, P(axes)) if axes and not explicit else None
+            return NamedSharding(place.mesh, P(axes)) if axes else None
     return None
 
 
