@@ -24,9 +24,8 @@ from tests.release import distributions, trial
 
 ROOT = distributions.ROOT
 DEVELOPERS = "dev", "docs", "bench", "programs", "verify"  # extras of those who work on fnet
-# Extras that need other versions than the rest. What chex needs, which is in the extra "dev", no
-# version of litert-converter allows.
-ALONE = "litert", "cuda12", "cuda13"
+ACCELERATORS = "cuda12", "cuda13", "tpu", "tpu-plan"  # pip downloads gigabytes to resolve these
+ALONE = ("litert",)  # which needs an older typing_extensions than others may
 
 
 def supported() -> list[str]:
@@ -79,9 +78,11 @@ def check(file: Path, python: str, folder: Path) -> None:
 
 
 def commands() -> list[str]:
-    """Returns the extras of users, such as "grain,onnx", in as many groups as pip needs commands."""
+    """Returns the extras of users, such as "grain,onnx", in as many groups as pip needs commands.
+    Those that add only the libraries of accelerators to JAX are left out."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = set(project["optional-dependencies"]) - set(DEVELOPERS) - set(ALONE)
+    extras = set(project["optional-dependencies"])
+    extras -= {*DEVELOPERS, *ACCELERATORS, *ALONE}
     return [*ALONE, ",".join(sorted(extras))]
 
 
