@@ -53,7 +53,7 @@ from fnet.jaxpr._equations import (
     selects_largest,
     value_name,
 )
-from fnet.jaxpr._explicit import automatic, explicit, split_over, typed
+from fnet.jaxpr._explicit import automatic, explicit, split_over, typed, without_shardings
 from fnet.jaxpr._flatten import flatten, inlined
 from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, implicit_dot, is_implicit, materialize
@@ -174,5 +174,6 @@ __all__ = [
     "unrolled",
     "unsupported",
     "value_name",
+    "without_shardings",
     "wraps",
 ]

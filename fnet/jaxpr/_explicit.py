@@ -34,6 +34,12 @@ def explicit(aval: Any) -> bool:
     return bool(spec.unreduced or spec.reduced) or any(axis is not None for axis in spec.partitions)
 
 
+def without_shardings(eqn: Any) -> dict[str, None]:
+    """Returns None for each parameter of an equation that states the sharding of its result, which
+    automatic axes do not accept."""
+    return dict.fromkeys(eqn.params.keys() & {"sharding", "out_sharding"})
+
+
 def automatic(f: Callable, shardings: Any) -> Callable:
     """Returns a function that computes `f` with automatic axes: XLA selects the shardings inside of
     `f`.

@@ -135,7 +135,7 @@ class _Typed(Interpreter):
             return NotImplemented
         arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
         mesh = misdivided.automatic(self.mesh)
-        unstated = dict.fromkeys(eqn.params.keys() & {"sharding", "out_sharding"})
+        unstated = jaxpr.without_shardings(eqn)
 
         def compute(*arrays):
             if misdivided.NEGATIVE in whole.rows:
