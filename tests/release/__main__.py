@@ -4,8 +4,9 @@
     make dist ARGS=--pythons=3.12            # of this one alone
 
 Each environment is empty but for what pip installs with the distribution, from an index and without
-constraints, as for a new user. pip also resolves the extras of users, each in one command. That takes
-minutes, so CI tests only the parts of this program.
+constraints, as for a new user. pip also resolves the extras of users, each in one command. The notebooks
+run where Colab's Python is, with Colab's packages. That takes minutes, so CI tests only the parts of
+this program.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from tests.release import distributions, trial
+from tests.release import colab, distributions, trial
 
 ROOT = distributions.ROOT
 DEVELOPERS = "dev", "docs", "bench", "programs", "verify"  # extras of those who work on fnet
@@ -123,6 +124,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             resolve(files[0], python, Path(temporary))
         print(f"Python {version}: pip resolves [{'], ['.join(commands())}]", flush=True)
+        if version == colab.PYTHON:
+            with tempfile.TemporaryDirectory() as temporary:
+                print(colab.try_out(files[0], python, Path(temporary)))
+            print(f"Python {version}: the notebooks run on Colab's packages, after one restart")
     print(f"Install it with:  pip install '{files[0].relative_to(ROOT)}'")
 
 

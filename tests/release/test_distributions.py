@@ -2,6 +2,7 @@
 interpreters that it finds, and what it takes for a failure."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,7 +12,7 @@ import zipfile
 import pytest
 
 from tests.release import __main__ as make_dist
-from tests.release import distributions, trial
+from tests.release import colab, distributions, trial
 
 FILES = {"fnet/a.py": b"a = 1\n", "fnet/b.py": b"", "package-1.dist-info/RECORD": b"fnet/a.py"}
 
@@ -112,6 +113,46 @@ def test_every_extra_of_users_is_resolved_in_one_command(monkeypatch, tmp_path):
         f"{tmp_path / 'f.whl'}[{extras}]" for extras in make_dist.commands()
     ]
     assert all("--dry-run" in command for command in ran)
+
+
+def test_the_notebooks_run_on_colabs_python_and_packages(monkeypatch, tmp_path, capsys):
+    ran = []
+    (tmp_path / "f.whl").write_text("")
+    monkeypatch.setattr(make_dist, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(make_dist, "commands", lambda: [])
+    (tmp_path / "root").mkdir()
+    monkeypatch.setattr(make_dist, "built", lambda folder: [tmp_path / "f.whl"])
+    monkeypatch.setattr(make_dist, "check", lambda *arguments: None)
+    monkeypatch.setattr(make_dist, "resolve", lambda *arguments: None)
+    monkeypatch.setattr(make_dist, "interpreter", lambda version: f"python{version}")
+    monkeypatch.setattr(
+        colab, "try_out", lambda *arguments: ran.append(arguments[:2]) or "replaced: jax"
+    )
+    monkeypatch.setattr(sys, "argv", ["make dist", f"--pythons=3.12,{colab.PYTHON}"])
+    make_dist.main()
+    assert ran == [(tmp_path / "root" / "dist" / "f.whl", f"python{colab.PYTHON}")]
+    printed = capsys.readouterr().out
+    assert "replaced: jax\nPython 3.13: the notebooks run on Colab's packages" in printed
+    monkeypatch.setattr(make_dist, "interpreter", lambda version: None)
+    make_dist.main()
+    assert len(ran) == 1
+    assert (
+        f"Python {colab.PYTHON}: no interpreter found that runs, so not tried"
+        in capsys.readouterr().out
+    )
+
+
+def test_colabs_packages_are_those_that_fnet_replaces():
+    pinned = {
+        line.split("==")[0] for line in colab.PACKAGES.read_text().splitlines() if "==" in line
+    }
+    project = tomllib.loads((make_dist.ROOT / "pyproject.toml").read_text())["project"]
+    assert set(colab.REPLACED) < pinned
+    assert colab.PYTHON in make_dist.supported()
+    # Colab does not have the only other package that fnet requires.
+    assert {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]} - pinned == {
+        "tensorboardX"
+    }
 
 
 def test_a_distribution_without_fnet_fails_its_trial(tmp_path):
