@@ -106,6 +106,7 @@ def test_a_session_that_imported_a_replaced_package_is_restarted_once(machine):
     first, again = session(*machine, "import jax", cell(), cell())[1:]
     assert all(line in first[0] for line in REPLACED)
     assert f"added: {NAME} 0.1.0, tensorboardx 2.6.5" in first[0]
+    assert "\nno restart" not in first[0]
     assert "restart the session once (Colab: Runtime > Restart session)" in first[1]
     assert "had imported jax 0.7.2 before" in first[1] and "flax" not in first[1]
     assert "replaced:" not in again[0] and again[1] == first[1]  # until the session is restarted
@@ -117,6 +118,7 @@ def test_a_session_that_imported_a_replaced_package_is_restarted_once(machine):
 def test_another_session_goes_on_without_a_restart(machine):
     [(output, error), used, (later, fine)] = session(*machine, cell(), USE, cell())
     assert all(line in output for line in REPLACED) and error == "None"
+    assert "\nno restart is needed" in output
     assert used == ("uses 0.12.0.1", "None")
     assert "replaced:" not in later and fine == "None"
 
