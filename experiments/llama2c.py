@@ -112,11 +112,11 @@ def load(path):
     kernel = lambda name: jnp.asarray(arrays[name].swapaxes(-1, -2))  # [..., out, in] in the file
     scale = lambda name: {"scale": jnp.asarray(arrays[name])}
     blocks = {"attention": {}}
-    for path, name in KERNELS.items():
-        parent, _, layer = path.rpartition("/")
+    for place, name in KERNELS.items():
+        parent, _, layer = place.rpartition("/")
         (blocks[parent] if parent else blocks)[layer] = {"kernel": kernel(name)}
-    for path, name in NORMS.items():
-        blocks[path] = scale(name)
+    for place, name in NORMS.items():
+        blocks[place] = scale(name)
     params = {
         "embed": {"embedding": jnp.asarray(arrays["token_embedding_table"])},
         "blocks": blocks,
@@ -146,13 +146,14 @@ def save(model, params, path):
         model.context,
         model.tied,
     )
+    representable = head.model()
     other = [
         field.name
         for field in dataclasses.fields(model)
-        if getattr(model, field.name) != getattr(head.model(), field.name)
+        if getattr(model, field.name) != getattr(representable, field.name)
     ]
     if other:
-        values = ", ".join(f"{name}={getattr(head.model(), name)!r}" for name in other)
+        values = ", ".join(f"{name}={getattr(representable, name)!r}" for name in other)
         raise ValueError(f"{file}: llama2.c runs a Decoder with {values} alone")
     params = compress.materialize(params)
     model.check(params, model.example())
@@ -162,11 +163,11 @@ def save(model, params, path):
         "token_embedding_table": params["embed"]["embedding"],
         "rms_final_weight": params["norm"]["scale"],
     }
-    for path, name in KERNELS.items():
-        parent, _, layer = path.rpartition("/")
+    for place, name in KERNELS.items():
+        parent, _, layer = place.rpartition("/")
         arrays[name] = kernel((blocks[parent] if parent else blocks)[layer])
-    for path, name in NORMS.items():
-        arrays[name] = blocks[path]["scale"]
+    for place, name in NORMS.items():
+        arrays[name] = blocks[place]["scale"]
     if not model.tied:
         arrays["wcls"] = kernel(params["head"])
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 
+from fnet._util import _files
 from fnet.introspect._hlo import OTHER, Operation, operations
 from fnet.introspect._protobuf import fields, text
 
@@ -92,7 +93,7 @@ class Trace(NamedTuple):
             for event in self.events
         ]
         content = json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}).encode()
-        Path(path).write_bytes(gzip.compress(content) if str(path).endswith(".gz") else content)
+        _files.write(Path(path), gzip.compress(content) if str(path).endswith(".gz") else content)
 
 
 @contextlib.contextmanager

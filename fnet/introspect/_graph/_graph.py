@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from fnet import hardware as hw
 from fnet import jaxpr
+from fnet._util import _files
 from fnet.cost._roofline import compute_seconds
 from fnet.introspect._graph import _draw, _page
 from fnet.introspect._graph._arrange import Arrangement, arrange
@@ -101,7 +102,7 @@ class Graph:
             raise ValueError(
                 f"graph: '{path}' has the ending '{path.suffix}', expected .html, .svg or .dot"
             )
-        path.write_text(forms[path.suffix.lower()](), encoding="utf-8")
+        _files.write(path, forms[path.suffix.lower()]())
         return path
 
     def _expanded(self) -> set[Node]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fnet._util import _files
 from fnet.models.tokenizers import _tokenizer_config, _vocabularies
 from fnet.models.tokenizers._common import clean_up, in_range, library
 from fnet.models.weights._config import Config, read
@@ -136,7 +137,7 @@ class CharTokenizer:
         return cls(characters)
 
     def write(self, path: str | os.PathLike) -> None:
-        Path(path).write_text(json.dumps(self.characters) + "\n", encoding="utf-8")
+        _files.write(Path(path), json.dumps(self.characters) + "\n")
 
 
 class HuggingFaceTokenizer:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from fnet._util import _page
+from fnet._util import _files, _page
 from fnet.training.loop._reports import Reports
 from fnet.training.loop._run_state import RunState
 
@@ -130,7 +130,7 @@ class Profiling:
             "profile.html": page,
             "profile.json": data,
         }.items():
-            (folder / name).write_text(content, encoding="utf-8")
+            _files.write(folder / name, content)
         found.trace.save(folder / "trace.json.gz")
         self.reports.say(self.run.at, f"profile of {title} in {folder}")
 
