@@ -300,6 +300,14 @@ def test_unplaced_tells_calls_with_shardings():
     )
 
 
+def test_threefry_computes_the_bits_of_its_paper():
+    """The known answer for zeros of Random123 (Salmon et al., 2011)."""
+    bits = _jax.threefry_2x32(jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.uint32))
+    assert [hex(word) for word in bits.tolist()] == ["0x6b200159", "0x99ba4efe"], MOVED.format(
+        "jax.extend.random.threefry_2x32"
+    )
+
+
 def test_the_switches_of_the_next_constructs_are_found():
     assert len(_hijax._SWITCHES) >= 3, MOVED.format("jax._src.config.custom_vjp3")
     for switch in _hijax._SWITCHES:

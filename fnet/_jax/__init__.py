@@ -70,6 +70,7 @@ __all__ = [
     "outermost",
     "prng_impl",
     "scope_entries",
+    "threefry_2x32",
     "trace_state",
     "unplaced",
     "used_inputs",
@@ -93,3 +94,11 @@ def prng_impl(**options: Any) -> Any:
     from jax.extend import random
 
     return random.define_prng_impl(**options)
+
+
+def threefry_2x32(key: Any, counters: Any) -> Any:
+    """Returns the bits that Threefry-2x32 computes from a key of two words and an array of
+    counters."""
+    from jax.extend import random
+
+    return random.threefry_2x32(key, counters)

@@ -433,7 +433,8 @@ def _path() -> Path:
 
 
 def _keys(devices: Sequence[Any]) -> set[str]:
-    """What identifies the devices: their kind and number, the driver, jax and jaxlib."""
+    """What identifies the devices: their kind and number, and the versions of jax, jaxlib and the
+    driver."""
     kinds: dict[str, list[Any]] = {}
     for device in devices:
         kinds.setdefault(f"{device.platform} {_kind(device)}", []).append(device)
@@ -452,8 +453,8 @@ def _kind(device: Any) -> str:
 
 
 def remembered(devices: Sequence[Any]) -> bool:
-    """Whether devices of the same kinds were found right before, with the same versions of the
-    driver, jax and jaxlib."""
+    """Whether devices of the same kinds were found right before, with the same versions of
+    jax, jaxlib and the driver."""
     keys = _keys(devices)
     return keys <= _known or keys <= read_json(_path()).keys()
 

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import random
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from fnet import _jax
 
 AXIS = "devices"  # the mesh axis of the program that runs on all devices
 EPS = float(np.finfo(np.float32).eps)
@@ -373,7 +374,7 @@ def _draw_counters(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
 
 
 def _random(key: Any, counters: Any) -> dict[str, Any]:
-    bits = random.threefry_2x32(key, counters)
+    bits = _jax.threefry_2x32(key, counters)
     one = lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32)
     return {"bits": bits, "uniform": one - np.float32(1)}
 
