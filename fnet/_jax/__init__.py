@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from fnet._jax._features import disabled
 from fnet._jax._hijax import (
     classic_tracing,
+    classically,
     hi_primitive,
     make_jaxpr,
     without_hi_primitives,
@@ -50,6 +51,7 @@ __all__ = [
     "bind",
     "bind_again",
     "classic_tracing",
+    "classically",
     "close",
     "consts_as_inputs",
     "context_mesh",

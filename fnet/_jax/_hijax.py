@@ -10,6 +10,8 @@ Therefore, fnet traces with the switches off, and `classic_form` converts what i
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +35,11 @@ _SWITCHES = tuple(
 )
 # jax < 0.11 calls the class VJPHiPrimitive, and has no rules that are derived from others.
 _HiPrim: Any = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
+# Inside of `classic_tracing`, the switches that were on outside.
+_set_by_user: contextvars.ContextVar[tuple] = contextvars.ContextVar("switches", default=())
+_NEEDS_A_SWITCH = "custom_vjp.defremat requires", "Enabling `jax_remat3`"  # in JAX's errors
+# These classes transpose what `expand` computes. The transpose rule of any other class is its own.
+_TRANSPOSED_AS_EXPANDED = "CustomJVPTraced", "_RootLinearMap"
 _converted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _DERIVED = tuple(
     getattr(hijax, name).vjp_fwd
@@ -44,22 +51,12 @@ _DERIVED = tuple(
 def make_jaxpr(
     f: Callable, *, return_shape: bool = False, static_argnums: tuple[int, ...] = ()
 ) -> Callable:
-    """Like `jax.make_jaxpr`, but the jaxpr contains the primitives that fnet's rules know.
-
-    JAX traces with the switches off, and what is a HiPrim anyway becomes a call of its
-    `classic_form`. A function that needs the switches, because it uses `custom_vjp.defremat`
-    without `defvjp`, is traced with them.
-    """
+    """Like `jax.make_jaxpr`, but the jaxpr contains the primitives that fnet's rules know: JAX traces
+    `classically`, and what is a HiPrim anyway becomes a call of its `classic_form`."""
     trace = jax.make_jaxpr(f, return_shape=return_shape, static_argnums=static_argnums)
 
     def traced(*args: Any) -> Any:
-        try:
-            with classic_tracing():
-                result = trace(*args)
-        except NotImplementedError as error:
-            if "jax_custom_vjp3" not in str(error):
-                raise
-            result = trace(*args)
+        result = classically(lambda: trace(*args))
         if return_shape:
             closed, shapes = result
             return without_hi_primitives(closed), shapes
@@ -68,15 +65,37 @@ def make_jaxpr(
     return traced
 
 
-@contextlib.contextmanager
-def classic_tracing() -> Iterator[None]:
-    """Returns a context in which JAX traces custom derivatives, checkpoints and loops to their
-    older primitives, whatever the switches say."""
+def classically(call: Callable[[], Any]) -> Any:
+    """Returns call(), evaluated with the switches off. What exists only with a switch, such as
+    `custom_vjp.defremat` without `defvjp`, is evaluated with the switches that the user has set."""
+    try:
+        with classic_tracing() as on:
+            return call()
+    except NotImplementedError as error:
+        if not on or not any(words in str(error) for words in _NEEDS_A_SWITCH):
+            raise
     with contextlib.ExitStack() as stack:
-        for switch in _SWITCHES:
-            if switch.value:
+        for switch in on:
+            stack.enter_context(switch(True))
+        return call()
+
+
+@contextlib.contextmanager
+def classic_tracing() -> Iterator[tuple]:
+    """Returns a context in which JAX traces custom derivatives, checkpoints and loops to their
+    older primitives, whatever the switches say. Its value are the switches that the user has set."""
+    on = tuple(switch for switch in _SWITCHES if switch.value)
+    if not on:
+        yield _set_by_user.get()
+        return
+    token = _set_by_user.set(on)
+    try:
+        with contextlib.ExitStack() as stack:
+            for switch in on:
                 stack.enter_context(switch(False))
-        yield
+            yield on
+    finally:
+        _set_by_user.reset(token)
 
 
 def without_hi_primitives(closed: Any) -> Any:
@@ -88,7 +107,9 @@ def without_hi_primitives(closed: Any) -> Any:
 
 
 def _replaced(jaxpr: Any) -> Any:
-    """Returns an open jaxpr without HiPrims. Equations that share a body share it afterwards too."""
+    """Returns an open jaxpr without HiPrims. Equations that share a body share it afterwards too.
+    The bodies of shard_map stay as they are, because a HiPrim may expand to collectives over axes
+    that exist only there."""
     if not jaxpr.is_high:
         return jaxpr
     if jaxpr not in _converted:
@@ -107,6 +128,8 @@ def _replaced_equation(eqn: Any) -> Any:
             return eqn
         call = make_jaxpr(form)(*prim.in_avals_flat)
         return eqn.replace(primitive=primitives.closed_call_p, params={"call_jaxpr": call})
+    if eqn.primitive.name == "shard_map":
+        return eqn
     params = {name: _replaced_value(value) for name, value in eqn.params.items()}
     return eqn.replace(params=params)
 
@@ -134,7 +157,10 @@ def hi_primitive(eqn: Any) -> Any:
 
 def classic_form(prim: Any) -> Callable[..., tuple] | None:
     """Returns a HiPrim as a function of arrays with custom derivatives in the older form, whose
-    bodies fnet's rules read, or None if the HiPrim has inputs or outputs that are not arrays.
+    bodies fnet's rules read, or None if it stays as it is.
+
+    It does if its inputs or outputs are not all arrays, if it has a transpose rule of its own,
+    which no older form has, and if all outputs are integers, as those of `jnp.searchsorted`.
 
     The function computes what `prim.expand` computes, and its derivatives are those of the HiPrim:
     its `vjp_fwd` and `vjp_bwd` if it has its own, otherwise its `jvp` or `lin`. A HiPrim that
@@ -146,7 +172,11 @@ def classic_form(prim: Any) -> Callable[..., tuple] | None:
     avals = (*prim.in_avals_flat, *prim.out_avals_flat)
     if any(type(aval) is not jax.core.ShapedArray for aval in avals):
         return None
+    if not any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in prim.out_avals_flat):
+        return None
     kind = type(prim)
+    if kind.transpose is not _HiPrim.transpose and kind.__name__ not in _TRANSPOSED_AS_EXPANDED:
+        return None
     if kind.vjp_fwd not in (_HiPrim.vjp_fwd, *_DERIVED):
         return _with_vjp(prim)
     return _with_jvp(prim)
@@ -191,15 +221,21 @@ def _with_vjp(prim: Any) -> Callable[..., tuple]:
             jax.tree.unflatten(prim.in_tree, perturbed), *jax.tree.unflatten(prim.in_tree, arrays)
         )
         structured = tuple(rest[1:]) if len(rest) > 1 and rest[1] is not None else ()
-        return tuple(prim.out_tree.flatten_up_to(outputs)), (residuals, structured)
+        moving = jax.tree.broadcast(rest[0] if rest else True, prim.out_aval)
+        saved = residuals, structured, _Flags(tuple(jax.tree.leaves(moving)))
+        return tuple(prim.out_tree.flatten_up_to(outputs)), saved
 
     def backward(saved: tuple, cotangents: Any) -> tuple:
-        residuals, structured = saved
+        residuals, structured, moving = saved
+        received = [
+            _internal(c) if moves else hijax.Zero(aval.to_ct_aval())
+            for c, moves, aval in zip(cotangents, moving.values, prim.out_avals_flat)
+        ]
         accumulators = [_ValAccum(aval.to_ct_aval()) for aval in prim.in_avals_flat]
         prim.vjp_bwd(
             residuals,
             *structured,
-            jax.tree.unflatten(prim.out_tree, [_internal(c) for c in cotangents]),
+            jax.tree.unflatten(prim.out_tree, received),
             *jax.tree.unflatten(prim.in_tree, accumulators),
         )
         gradients = [accumulator.freeze() for accumulator in accumulators]
@@ -207,6 +243,14 @@ def _with_vjp(prim: Any) -> Callable[..., tuple]:
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Flags:
+    """Which outputs have tangents, according to `vjp_fwd`. A part of the tree of the residuals."""
+
+    values: tuple[bool, ...]
 
 
 def _internal(x: Any) -> Any:

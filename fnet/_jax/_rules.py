@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 from jax.interpreters import ad
 
-from fnet._jax._hijax import classic_tracing, make_jaxpr, without_hi_primitives
+from fnet._jax._hijax import classically, make_jaxpr, without_hi_primitives
 from fnet._jax._jaxprs import ClosedJaxpr, close
 
 
@@ -32,8 +32,8 @@ class CustomJvp:
             zeros: for each input, whether its tangent is zero. The first inputs are the closed-over
                 constants, whose tangents are zero.
         """
-        with classic_tracing():
-            jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self.consts :])
+        inputs = zeros[self.consts :]
+        jaxpr, consts, zeros_out = classically(lambda: self._fun.call_wrapped(*inputs))
         return without_hi_primitives(ClosedJaxpr(jaxpr, consts)), list(zeros_out)
 
 
@@ -67,8 +67,8 @@ class CustomVjp:
         including constants. The boolean of an input is True if the input is differentiated."""
         perturbed = tuple(perturbed[self.consts :])
         if perturbed not in self._forward:
-            with classic_tracing():
-                jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+            thunk = self._params["fwd_jaxpr_thunk"]
+            jaxpr, consts = classically(lambda: thunk.call_wrapped(*perturbed))
             closed = without_hi_primitives(ClosedJaxpr(jaxpr, consts))
             _, tree, forwarded = self._params["out_trees"]()
             count = tree.num_leaves - sum(i is not None for i in forwarded)

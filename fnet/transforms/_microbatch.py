@@ -207,7 +207,8 @@ def _accumulated(
         },
         written=_as_types(call.start[1], shapes[1]),
     )
-    end, _ = lax.scan(body, start, (jnp.arange(n, dtype=jnp.int32), stacked))
+    with _jax.classic_tracing():  # has a derivative, which a scan with jax_scan3 has not
+        end, _ = lax.scan(body, start, (jnp.arange(n, dtype=jnp.int32), stacked))
 
     share = jnp.float32(n) if weights is None else end.share
     results = [None] * len(types)

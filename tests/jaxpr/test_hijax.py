@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import hijax
 
 from fnet import _jax, cost
+from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.jaxpr import equations
 from fnet.parallel import plan
@@ -227,3 +228,130 @@ def test_the_products_of_a_custom_root_are_reached():
     assert {row.dtype for row in rows if row.primitive == "dot_general"} == {"bfloat16"}
     close(jax.grad(ft.tune(solved))(W, X[0]), jax.grad(solved)(W, X[0]))
     assert "root" not in "".join(cost.count(solved, W, X[0]).notes).lower()
+
+
+class Quiet(Scaled):
+    """Its second output has no tangent, whatever its cotangent."""
+
+    def __init__(self, x):
+        self.in_avals, self.out_aval, self.params = (x,), (x, x), {}
+        HiPrim.__init__(self)
+
+    def expand(self, x):
+        return jnp.sin(x), jnp.cos(x)
+
+    def vjp_fwd(self, nonzero, x):
+        return self(x), x, (True, False)
+
+    def vjp_bwd_retval(self, x, cotangents):
+        first, second = cotangents
+        wrong = 0 if isinstance(second, hijax.Zero) else 10 * second
+        return (first * jnp.cos(x) - wrong,)
+
+
+class Transposed(Scaled):
+    """Linear, with a transpose rule that is not that of what it computes."""
+
+    def __init__(self, x):
+        self.in_avals, self.out_aval, self.params = (x,), x, {}
+        HiPrim.__init__(self)
+
+    def expand(self, x):
+        return 3.0 * x
+
+    def jvp(self, primals, tangents):
+        return self(*primals), self(hijax.instantiate_zeros(tangents[0]))
+
+    def transpose(self, cotangent, accumulator):
+        accumulator.accum(50.0 * hijax.instantiate_zeros(cotangent))
+
+    if HiPrim:
+        lin, linearized = hijax.linearize_from_jvp
+        vjp_fwd, vjp_bwd_retval = hijax.vjp_from_lin
+
+
+@newer
+@pytest.mark.parametrize("kind", [Quiet, Transposed])
+def test_what_a_class_says_about_its_derivative_holds(kind):
+    def f(x):
+        outputs = kind(jax.typeof(x))(x)
+        return (outputs[0] * outputs[1] if kind is Quiet else jnp.tanh(outputs)).sum()
+
+    x = jnp.asarray(X)
+    close(jax.grad(ft.rewrite(f, no_rule))(x), jax.grad(f)(x))
+    close(ft.rewrite(jax.grad(f), no_rule)(x), jax.grad(f)(x))
+    close(jax.grad(ft.tune(f))(x), jax.grad(f)(x))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_functions_of_jax_that_are_hiprims_keep_all_their_derivatives(transform):
+    apply, x = TRANSFORMS[transform], jnp.asarray(X[0])
+    points, values = jnp.linspace(-2.0, 2.0, 9), jnp.linspace(0.0, 1.0, 9) ** 2
+    interpolated = lambda x: (jnp.interp(x, points, values) ** 2).sum()
+    close(jax.hessian(apply(interpolated))(x), jax.hessian(interpolated)(x))
+    found = lambda x: x * jnp.searchsorted(points, x).astype(x.dtype)
+    close(jax.jacfwd(apply(found))(x), jax.jacfwd(found)(x))
+    shifted = lambda x: jnp.ldexp(x, 2).sum()
+    close(jax.grad(apply(shifted))(x), jax.grad(shifted)(x))
+
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.PartitionSpec("i")
+    local = jax.shard_map(
+        lambda x: x * jnp.searchsorted(jnp.sort(x), 1.1 * x).astype(x.dtype),
+        mesh=mesh,
+        in_specs=split,
+        out_specs=split,
+    )
+    close(apply(local)(x), local(x))
+
+
+def test_scans_of_the_transforms_themselves_have_gradients(switched):
+    layer = nn.Sequential(h=nn.Dense(8))
+
+    def loss(w, x):
+        params = {"h": {"kernel": w, "bias": jnp.zeros(8)}}
+        block = lambda c, _: (jax.nn.silu(layer(params, c)), None)
+        h, _ = lax.scan(block, jnp.asarray(x), None, length=2)
+        return (h**2).mean()
+
+    step = lambda: jax.value_and_grad(loss)
+    for f in (
+        lambda: ft.tune(step())(W, X),
+        lambda: ft.capture(step(), "h")(W, X),
+        lambda: jax.grad(ft.microbatch(lambda w, x: loss(w, x), 2))(W, X),
+    ):
+        close(f(), switched(f))
+
+
+@pytest.mark.skipif(
+    not hasattr(jax.custom_vjp, "defremat"), reason="jax.custom_vjp.defremat is newer"
+)
+def test_what_exists_only_with_a_switch_is_traced_with_it():
+    before = jax.config.jax_custom_vjp3
+    jax.config.update("jax_custom_vjp3", True)
+    try:
+        only = jax.custom_vjp(jnp.sin)
+        only.defremat(
+            lambda x: (jnp.sin(x), x),
+            lambda saved, x: (jnp.sin(x), x),
+            lambda x, c: (2.0 * c * jnp.cos(x),),
+        )
+        outer = jax.custom_vjp(lambda x: 2 * only(x))
+        outer.defvjp(lambda x: (2 * only(x), only(x)), lambda saved, c: (c * saved,))
+        for f in (only, outer):
+            total = lambda x, f=f: f(x).sum()
+            close(jax.grad(ft.rewrite(total, no_rule))(X), jax.grad(total)(X))
+    finally:
+        jax.config.update("jax_custom_vjp3", before)
+
+
+def test_an_error_of_the_function_is_raised_once(switched):
+    calls = []
+
+    def f(x):
+        calls.append(x)
+        raise NotImplementedError("not on Sundays, not even with jax_custom_vjp3")
+
+    with pytest.raises(NotImplementedError, match="not on Sundays") as raised:
+        ft.rewrite(f, no_rule)(X)
+    assert len(calls) == 1 and raised.value.__context__ is None

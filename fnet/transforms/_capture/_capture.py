@@ -297,7 +297,8 @@ class _Program:
         return list({(match.site, match.indices): match for match in found}.values())
 
     def evaluate(self, inspector) -> tuple[list, dict]:
-        return inspector(self.traced.closed, self.traced.arrays)
+        with _jax.classic_tracing():
+            return inspector(self.traced.closed, self.traced.arrays)
 
     def run(self, inspector) -> tuple[Any, dict]:
         outputs, leaves = self.evaluate(inspector)

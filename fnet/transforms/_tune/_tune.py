@@ -368,7 +368,7 @@ def _compiled(inner, tuner, args, kwargs, *, plain, name):
     """Returns a jitted function that runs the tuned program. The compiled function donates the
     arguments that the step donates. `plain` states whether the step is not jitted itself."""
     try:
-        traced = inner.trace(*args, **kwargs)
+        traced = _jax.classically(lambda: inner.trace(*args, **kwargs))
     except _NOT_TRACED as error:
         raise TypeError(
             f"tune: '{name}' cannot be traced with abstract arrays: "
