@@ -81,7 +81,7 @@ collective      arithmetic fused: psum psum_invariant pmax pmin reduce_scatter
 collective      -          fused: axis_index all_gather_invariant
 random          -          fused: random_bits random_wrap random_unwrap random_seed random_split random_fold_in
                                   random_clone threefry2x32
-effect          -          fused: debug_callback debug_print get swap addupdate new_ref? empty_ref? freeze? free_ref?
+effect          -          fused: debug_callback debug_print get swap addupdate new_ref empty_ref freeze free_ref
 """
 
 
