@@ -68,6 +68,10 @@ class OperationCheck:
             exact.
         elements: the number of elements whose error exceeds the bound.
         reason: why the operation is not supported, or why it failed.
+
+    >>> from fnet import hardware as hw
+    >>> print(hw.OperationCheck("cpu:0", "cpu", "matmul", "float32", "[8, 8]", "right"))
+    matmul, float32 [8, 8]: right
     """
 
     device: str
@@ -109,6 +113,11 @@ class DeviceCheck:
         results: an `OperationCheck` for each device and operation.
         versions: the versions of jax, jaxlib and the driver.
         seconds: the time that the check took.
+
+    >>> from fnet import hardware as hw
+    >>> one = hw.OperationCheck("cpu:0", "cpu", "matmul", "float32", "[8, 8]", "right")
+    >>> hw.DeviceCheck((one,), "jax 0.12.0", seconds=0.1).right
+    True
     """
 
     results: tuple[OperationCheck, ...]
