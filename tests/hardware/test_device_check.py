@@ -244,7 +244,7 @@ TYPICAL = {
         "bits",  # one round less would change them as much
         with_parts(
             "random bits",
-            bits=lambda key, counters: _operations.random.threefry_2x32(key[::-1], counters),
+            bits=lambda key, counters: _operations._jax.threefry_2x32(key[::-1], counters),
         ),
     ),
     ("arithmetic", "int32"): ("results", saturating),
