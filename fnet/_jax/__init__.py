@@ -18,6 +18,7 @@ from fnet._jax._hijax import (
     hi_primitive,
     make_jaxpr,
     without_hi_primitives,
+    zero_tangent,
 )
 from fnet._jax._jaxprs import close, consts_as_inputs, evaluate, hoisted, unplaced, used_inputs
 from fnet._jax._rules import CustomJvp, CustomVjp, custom_vmap_rule
@@ -80,6 +81,7 @@ __all__ = [
     "vary_alike",
     "without_hi_primitives",
     "without_locations",
+    "zero_tangent",
     "zeros",
 ]
 

@@ -114,7 +114,7 @@ def _replaced(jaxpr: Any) -> Any:
         return jaxpr
     if jaxpr not in _converted:
         eqns = [_replaced_equation(eqn) for eqn in jaxpr.eqns]
-        high = any(_high(eqn) for eqn in eqns)
+        high = any(map(is_high, eqns))
         _converted[jaxpr] = jaxpr.replace(eqns=eqns, is_high=high)
     return _converted[jaxpr]
 
@@ -146,7 +146,8 @@ def _replaced_value(value: Any) -> Any:
     return value
 
 
-def _high(eqn: Any) -> bool:
+def is_high(eqn: Any) -> bool:
+    """Whether JAX must expand an equation before compilation."""
     return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 
@@ -204,7 +205,7 @@ def _with_jvp(prim: Any) -> Callable[..., tuple]:
         )
         values = prim.out_tree.flatten_up_to(outputs)
         flat = prim.out_tree.flatten_up_to(derivatives)
-        zeros = (_zero(y) if isinstance(t, hijax.Zero) else t for y, t in zip(values, flat))
+        zeros = (zero_tangent(y) if isinstance(t, hijax.Zero) else t for y, t in zip(values, flat))
         return tuple(values), tuple(zeros)
 
     function.defjvp(jvp, symbolic_zeros=True)
@@ -262,7 +263,8 @@ def _internal(x: Any) -> Any:
     return x
 
 
-def _zero(x: Any) -> Any:
+def zero_tangent(x: Any) -> Any:
+    """Returns a zero tangent of x: of float0, JAX's tangent dtype for integers, if x has none."""
     if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
         return jnp.zeros_like(x)
     return np.zeros(jnp.shape(x), jax.dtypes.float0)

@@ -13,6 +13,7 @@ from jax.extend.core import Literal, get_opaque_trace_state
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fnet._jax._features import Missing, private
+from fnet._jax._hijax import is_high
 
 _core = private("jax._src.core", "rewriting of programs")
 _source_info = private("jax._src.source_info_util", "named scopes of rewritten programs")
@@ -193,7 +194,7 @@ def bind_again(eqn: Any, arrays: list) -> list:
         _DynamicJaxprTrace
         and type(trace := _core.trace_ctx.trace) is _DynamicJaxprTrace
         and not eqn.effects
-        and not _high(eqn)
+        and not is_high(eqn)  # a copy of it would not mark its jaxpr as high
     ):
         info = _source_info.current()
         inputs = [
@@ -215,12 +216,6 @@ def bind_again(eqn: Any, arrays: list) -> list:
                 eqn.ctx,
             )
     return bind(primitive, arrays, primitive.get_bind_params(eqn.params))
-
-
-def _high(eqn: Any) -> bool:
-    """Whether JAX must expand an equation before compilation, as jnp.nonzero since jax 0.12. A copy
-    of it would not set the flag `is_high` of its jaxpr, so `bind_again` does not copy it."""
-    return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 
 def bind(primitive: Any, arrays: list, params: dict) -> list:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -208,7 +207,7 @@ def _custom_jvp(
         for y, is_zero in zip(values, zero_out):
             tangent = None if is_zero else next(moving)
             if tangent is None or not _moves(y):
-                tangents_out.append(_zero(y))
+                tangents_out.append(_jax.zero_tangent(y))
             else:
                 tangents_out.append(restore(Value(tangent), y))
         return tuple(values), tuple(tangents_out)
@@ -320,11 +319,6 @@ def _unless(drop: Sequence[bool], items: Sequence) -> list:
 def _moves(x: Any) -> bool:
     """Whether x can have a nonzero tangent."""
     return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
-
-
-def _zero(x: Any) -> Any:
-    """Returns a zero tangent of x."""
-    return jnp.zeros_like(x) if _moves(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
 ENTER = {

@@ -178,7 +178,7 @@ def mesh_of(*arrays: Any) -> Any:
     return None
 
 
-def automatic(mesh: Any) -> Any:
+def with_automatic_axes(mesh: Any) -> Any:
     """Returns the same mesh with axes of type Auto in place of Explicit, as inside of
     `jax.sharding.auto_axes`."""
     types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
@@ -191,7 +191,7 @@ def splits_wrongly(aval: Any, axes: Iterable[int], rows: Iterable[Row]) -> bool:
     """Whether the type of an array on a mesh with explicit axes splits one of its axes, and one of
     the rows applies to the mesh."""
     place = typed(aval)
-    if place is None or not any(row.applies(automatic(place.mesh)) for row in rows):
+    if place is None or not any(row.applies(with_automatic_axes(place.mesh)) for row in rows):
         return False
     over = split_over(aval)
     return any(over[axis] is not None for axis in axes)

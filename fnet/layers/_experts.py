@@ -238,21 +238,16 @@ def _masked_mean(valid: jax.Array | None, shape: tuple[int, ...]) -> Callable:
 
 
 def _tiles(starts: jax.Array, sizes: jax.Array, pairs: Any) -> tuple:
-    """Divides the pairs (token, expert), sorted by expert, into tiles with the same number of rows.
-
-    A tile contains (token, expert) pairs of one expert only.
+    """Divides the pairs (token, expert), sorted by expert, into tiles of equally many rows, each of
+    one expert. There are enough tiles for any distribution of the tokens.
 
     Args:
-        starts: [E], the index of each expert's first (token, expert) pair.
-        sizes: [E], the number of (token, expert) pairs of each expert.
-        pairs: the total number of (token, expert) pairs, which is symbolic for a symbolic batch.
+        starts, sizes: [E], each expert's first pair, and the number of its pairs.
+        pairs: the number of all pairs, which is symbolic for a symbolic batch.
 
     Returns:
-        (expert, index). `expert`, an array [tiles], contains the expert of each tile. `index`, an
-        array [tiles, rows], contains for each row of a tile the index of a (token, expert) pair in
-        the sorted order. For a row without a (token, expert) pair, `index` contains the total
-        number of pairs, which is out of bounds. There are enough tiles (blocks of rows of one
-        expert) for any distribution of the tokens among the experts.
+        The expert of each tile [tiles], and the pair in each row [tiles, rows], which is `pairs`,
+        out of bounds, for a row without one.
     """
     experts = sizes.shape[0]
     if isinstance(pairs, int):

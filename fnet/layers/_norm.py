@@ -273,11 +273,10 @@ def _moments(x: jax.Array) -> tuple:
 
 
 def _own(x: jax.Array) -> jax.Array:
-    """Returns a copy of `x`, cast to float32 if its dtype is narrower.
-
-    The layer reads `x` only here, so JAX sums the gradients of all its uses before it adds them to
-    the residual stream's, which XLA:CPU would otherwise compute several times: a training step of a
-    ViT took twice as long."""
+    """Returns a copy of `x`, in float32 if its dtype is narrower."""
+    # The layer reads `x` only here, so JAX sums the gradients of all its uses before it adds them to
+    # the residual stream's, which XLA:CPU would otherwise compute several times: a training step of
+    # a ViT took twice as long.
     return jnp.copy(wide(x))
 
 

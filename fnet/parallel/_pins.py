@@ -134,7 +134,7 @@ class _Typed(Interpreter):
         if whole is None:
             return NotImplemented
         arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
-        mesh = misdivided.automatic(self.mesh)
+        mesh = misdivided.with_automatic_axes(self.mesh)
         unstated = jaxpr.without_shardings(eqn)
 
         def compute(*arrays):
@@ -166,7 +166,7 @@ def _names(spec) -> list:
 
 def _whole(eqn, mesh) -> misdivided.Whole | None:
     """Returns what avoids a wrong result of an equation with the shardings that its types state."""
-    whole = misdivided.in_equation(eqn, misdivided.automatic(mesh))
+    whole = misdivided.in_equation(eqn, misdivided.with_automatic_axes(mesh))
     if whole is None or not any(jaxpr.typed(v.aval) for v in eqn.outvars):
         return None
     if jax.sharding.get_abstract_mesh().manual_axes:  # each device computes its own part

@@ -247,7 +247,7 @@ class Plan:
 
     def _applied(self, step: Callable) -> Callable:
         """Returns the step, rewritten for the strategy."""
-        mesh = self.mesh if self._typed else misdivided.automatic(self.mesh)
+        mesh = self.mesh if self._typed else misdivided.with_automatic_axes(self.mesh)
         return self.options.applied(step, mesh, self.axes)
 
     def objection(self, state: Any, batch: Any) -> str | None:

@@ -183,7 +183,9 @@ def plan(
             with _mesh.tracing(places, True):
                 held = avoided_with_types(closed, places, (state, traced.batch))
         else:
-            held = avoided(closed, misdivided.automatic(places), chosen.axes, state, batch)
+            held = avoided(
+                closed, misdivided.with_automatic_axes(places), chosen.axes, state, batch
+            )
     return dataclasses.replace(chosen, candidates=verdicts, avoided=held, _find_largest=find)
 
 

@@ -75,7 +75,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_bodies(name):
     f, expected = CASES[name]
-    equations = [e for e in jax.make_jaxpr(f)(X).jaxpr.eqns if e.primitive.name == name]
+    equations = [e for e in _jax.make_jaxpr(f)(X).jaxpr.eqns if e.primitive.name == name]
     assert equations, (
         f"JAX {jax.__version__} no longer writes {name!r} into a jaxpr: see fnet/jaxpr/_calls.py, "
         f"bodies"
@@ -97,7 +97,7 @@ def test_bodies(name):
     "name", ["jit", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"]
 )
 def test_a_call_takes_the_inputs_of_its_equation(name):
-    (eqn,) = [e for e in jax.make_jaxpr(CASES[name][0])(X).jaxpr.eqns if e.primitive.name == name]
+    (eqn,) = [e for e in _jax.make_jaxpr(CASES[name][0])(X).jaxpr.eqns if e.primitive.name == name]
     (sub,) = bodies(eqn)
     assert sub.inputs == tuple(range(len(eqn.invars)))
     assert [v.aval.shape for v in sub.jaxpr.invars] == [v.aval.shape for v in eqn.invars]
@@ -110,7 +110,7 @@ def test_scan():
 
     (eqn,) = [
         e
-        for e in jax.make_jaxpr(f)(X, X, (jnp.ones(3), jnp.ones(3))).jaxpr.eqns
+        for e in _jax.make_jaxpr(f)(X, X, (jnp.ones(3), jnp.ones(3))).jaxpr.eqns
         if e.primitive.name == "scan"
     ]
     parts = scan(eqn)
@@ -130,8 +130,8 @@ def test_an_unknown_primitive_that_holds_a_jaxpr_says_other():
         primitive = Primitive()
         invars = (1,)
         params = {  # noqa: RUF012
-            "body": jax.make_jaxpr(lambda x: x + 1)(X),
-            "update_jaxpr": jax.make_jaxpr(lambda x: x)(X),
+            "body": _jax.make_jaxpr(lambda x: x + 1)(X),
+            "update_jaxpr": _jax.make_jaxpr(lambda x: x)(X),
         }
 
     assert [sub.kind for sub in bodies(Eqn())] == ["other"]
@@ -140,14 +140,14 @@ def test_an_unknown_primitive_that_holds_a_jaxpr_says_other():
 def test_a_while_and_a_cond_say_which_inputs_their_bodies_receive():
     limit, step = jnp.float32(9), jnp.ones((4, 4))
     f = lambda x: jax.lax.while_loop(lambda c: c.sum() < limit, lambda c: c + step, x)
-    eqn = jax.make_jaxpr(f)(X).jaxpr.eqns[-1]
+    eqn = _jax.make_jaxpr(f)(X).jaxpr.eqns[-1]
     for body in bodies(eqn):
         assert [v.aval.shape for v in body.jaxpr.invars] == [
             eqn.invars[i].aval.shape for i in body.inputs
         ]
     test, loop = bodies(eqn)
     assert len(test.inputs) == len(loop.inputs) == 2 and test.inputs[0] != loop.inputs[0]
-    eqn = jax.make_jaxpr(lambda i, x: jax.lax.switch(i, [jnp.sin, jnp.cos, jnp.tan], x))(
+    eqn = _jax.make_jaxpr(lambda i, x: jax.lax.switch(i, [jnp.sin, jnp.cos, jnp.tan], x))(
         1, X
     ).jaxpr.eqns[-1]
     assert [body.inputs for body in bodies(eqn)] == [(1,)] * 3
@@ -156,28 +156,28 @@ def test_a_while_and_a_cond_say_which_inputs_their_bodies_receive():
 def test_equations_at_any_depth():
     step = lambda c, s: (jax.checkpoint(jnp.sin)(c), jax.lax.cond(True, jnp.cos, jnp.tan, s))
     f = jax.jit(lambda x: jax.lax.scan(step, x, x)[1])
-    names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(f)(X).jaxpr)}
+    names = {eqn.primitive.name for eqn in equations(_jax.make_jaxpr(f)(X).jaxpr)}
     assert {"jit", "scan", "sin", "cos", "tan"} <= names
 
 
 def test_calls():
     f = jax.jit(lambda x, y: x * y, donate_argnums=1)
-    eqn = jax.make_jaxpr(lambda x: f(x, x + 1))(X).jaxpr.eqns[-1]
+    eqn = _jax.make_jaxpr(lambda x: f(x, x + 1))(X).jaxpr.eqns[-1]
     assert call_name(eqn) == "<lambda>" and donated(eqn) == (False, True) and not has_shardings(eqn)
     placed = jax.jit(jnp.sin, in_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    assert has_shardings(jax.make_jaxpr(placed)(X).jaxpr.eqns[0])
-    assert call_name(jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns[0]) is None
-    nested = jax.make_jaxpr(jax.jit(jax.jit(jnp.sin)))(X)
+    assert has_shardings(_jax.make_jaxpr(placed)(X).jaxpr.eqns[0])
+    assert call_name(_jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns[0]) is None
+    nested = _jax.make_jaxpr(jax.jit(jax.jit(jnp.sin)))(X)
     assert [e.primitive.name for e in opened(nested).jaxpr.eqns] == ["sin"]
     assert (
-        opened(jax.make_jaxpr(placed)(X)).jaxpr.eqns[0].primitive.name == "jit"
+        opened(_jax.make_jaxpr(placed)(X)).jaxpr.eqns[0].primitive.name == "jit"
     )  # its shardings mean something
 
 
 def test_an_open_jaxpr_with_constants_in_another_librarys_primitive():
     """As equinox holds functions that are not inlined: tune, count and rewrite do not fail."""
     matrix = jnp.arange(9.0).reshape(3, 3)
-    inside = jax.make_jaxpr(lambda x: jnp.sin(x) @ matrix)(jnp.ones(3))
+    inside = _jax.make_jaxpr(lambda x: jnp.sin(x) @ matrix)(jnp.ones(3))
     held = Primitive("held")
     held.def_impl(lambda x, *, jaxpr: jax.core.eval_jaxpr(jaxpr, inside.consts, x)[0])
     held.def_abstract_eval(lambda x, *, jaxpr: jaxpr.outvars[0].aval)
@@ -192,7 +192,7 @@ def test_an_open_jaxpr_with_constants_in_another_librarys_primitive():
         return 2 * held.bind(x, jaxpr=inside.jaxpr)
 
     x = jnp.array([0.1, 0.2, 0.3])
-    (eqn,) = (eqn for eqn in jax.make_jaxpr(f)(x).eqns if eqn.primitive.name == "held")
+    (eqn,) = (eqn for eqn in _jax.make_jaxpr(f)(x).eqns if eqn.primitive.name == "held")
     (body,) = bodies(eqn)
     assert body.kind == "other" and [eqn.primitive.name for eqn in body.jaxpr.eqns] == [
         "sin",
@@ -211,7 +211,7 @@ def test_an_open_jaxpr_with_constants_in_another_librarys_primitive():
 def test_constants_that_become_inputs_are_not_donated():
     """A jit's constants belong to the function, which may be called again."""
     c = jnp.arange(4.0)
-    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x * c, donate_argnums=0))(jnp.ones(4)).jaxpr.eqns
+    (eqn,) = _jax.make_jaxpr(jax.jit(lambda x: x * c, donate_argnums=0))(jnp.ones(4)).jaxpr.eqns
     params, values = _jax.hoisted(eqn.params, eqn.params["jaxpr"])
     assert params["donated_invars"] == (False, True)
     assert len(values) == 1 and values[0].shape == (4,)

@@ -23,7 +23,13 @@ FOLDERS = ("jaxpr", "axes", "cost", "transforms", "compress")
 TESTS = pathlib.Path(__file__).parents[1]
 
 # {switch: {pattern of test names: cause}}
-KNOWN: dict[str, dict[str, str]] = {}
+KNOWN: dict[str, dict[str, str]] = {
+    "jax_remat3": {
+        "tests.jaxpr.test_scopes::test_compiled_programs_have_the_same_paths[[]*remat]": (
+            "JAX compiles this program, not fnet, and writes the scopes of a recomputed block twice"
+        )
+    }
+}
 
 
 def main() -> int:

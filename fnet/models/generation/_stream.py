@@ -152,11 +152,8 @@ def pieces(
 
 
 def _end(text: str, stop: Sequence[str]) -> int | None:
-    """Finds the stop string that is completed first in the text, and returns the index of its first
-    character. Returns None if the text contains no stop string.
-
-    The result does not depend on how the text is divided into tokens.
-    """
+    """Returns where the stop string begins that is completed first, so that the result does not
+    depend on how the text is divided into tokens."""
     ends = [(at + len(each), at) for each in stop if (at := text.find(each)) >= 0]
     return min(ends)[1] if ends else None
 

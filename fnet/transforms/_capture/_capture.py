@@ -457,12 +457,8 @@ def _shift(leaves, indices, offsets):
 
 
 def _offsets(site) -> list:
-    """Returns an array of zeros (an offset) for each floating-point leaf of a named value, and None
-    for other leaves. For a value inside scans, an offset has one more leading axis for each scan.
-    Each offset is added to a leaf of the named value, so that the gradient with respect to the
-    offset is the cotangent of the leaf. In a shard_map, an offset must have the same varying mesh
-    axes as the leaf to which it is added; otherwise, JAX would sum the cotangent over the missing
-    axes."""
+    """Returns zeros to add to each floating-point leaf of a site, with one leading axis for each
+    scan around it: the gradient with respect to them is the leaf's cotangent."""
     lengths = tuple(length for _, length in site.scans)
     return [
         _jax.zeros(t, lead=lengths) if jnp.issubdtype(t.dtype, jnp.inexact) else None

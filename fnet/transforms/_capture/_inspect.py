@@ -283,12 +283,8 @@ class Inspector(Interpreter):
         return [*map(Value, carried), *map(Value, stacked[: count - parts.carry])]
 
     def _pick(self, site, depth):
-        """Returns the index of the scan iteration in which a named value is captured, or None for
-        all iterations.
-
-        `depth` selects one of the nested scans that contain the named value: 0 is the outermost
-        scan.
-        """
+        """Returns the iteration in which a site is captured, or None for all. `depth` selects one
+        of the nested scans around it: 0 is the outermost."""
         return self._selected.get(site, (None,) * (depth + 1))[depth]
 
     def _zeros(self, site, depth):
