@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fnet import _jax
 from fnet import transforms as ft
 from fnet.jaxpr import Scope, bodies, read
 
@@ -12,7 +13,7 @@ X = jnp.ones((4, 4))
 
 
 def frame(f, *args, **options):
-    return read(jax.make_jaxpr(f)(*args).jaxpr, **options)
+    return read(_jax.make_jaxpr(f)(*args).jaxpr, **options)
 
 
 def names(frame):
@@ -74,7 +75,7 @@ def test_constants_of_an_inner_jit_have_ids_of_their_own():
     def rule(primitive, scope, inputs, equation):
         return [jnp.cos(inputs[0]) @ table] if primitive == "sin" else NotImplemented
 
-    closed = jax.make_jaxpr(ft.rewrite(jax.jit(jnp.sin), rule))(X)
+    closed = _jax.make_jaxpr(ft.rewrite(jax.jit(jnp.sin), rule))(X)
     assert bodies(closed.jaxpr.eqns[0])[0].consts  # JAX itself passes them as inputs
     found = read(closed.jaxpr)
     assert names(found) == ["cos", "dot_general"]

@@ -40,11 +40,11 @@ def main() -> int:
     parser.add_argument("--jobs", default="auto", help="the -n of pytest")
     options = parser.parse_args()
     print(f"jax {jax.__version__}, Python {sys.version.split()[0]}", flush=True)
-    print("".join(f"{name:>22}" for name in ("", *options.folders)), flush=True)
+    print("".join(f"{name:>26}" for name in ("", *options.folders)), flush=True)
     unexpected = []
     for switch in options.switches.split(","):
         if not hasattr(jax.config, switch):
-            print(f"{switch:>22}  JAX {jax.__version__} has no such switch", flush=True)
+            print(f"{switch:>26}  JAX {jax.__version__} has no such switch", flush=True)
             continue
         cells = []
         for folder in options.folders:
@@ -56,7 +56,7 @@ def main() -> int:
                 + f", {len(known)} known" * bool(known)
                 + f", {len(failed) - len(known)} FAIL" * (len(failed) > len(known))
             )
-        print("".join(f"{cell:>22}" for cell in (switch, *cells)), flush=True)
+        print("".join(f"{cell:>26}" for cell in (switch, *cells)), flush=True)
     for switch, causes in KNOWN.items():
         for pattern, why in causes.items():
             print(f"known with {switch}: {pattern}: {why}")
