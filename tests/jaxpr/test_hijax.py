@@ -105,7 +105,15 @@ def test_values_and_gradients_are_those_without_the_switch(switched, name, trans
     apply = TRANSFORMS[transform]
     inside = lambda: jax.value_and_grad(apply(programs()[name]), (0, 1))(W, X)
     around = lambda: apply(jax.value_and_grad(programs()[name], (0, 1)))(W, X)
-    same(inside(), switched(inside))
+    if transform == "autocast" and jax.config.jax_remat3 and not HiPrim:
+        # jax 0.10 decorates with a custom_vjp here, which adds the rounded cotangents in another
+        # order: as near to float32 as without the switch, but not the same bits.
+        exact = switched(lambda: jax.value_and_grad(programs()[name], (0, 1))(W, X))
+        leaves = map(jax.tree.leaves, (inside(), switched(inside), exact))
+        for got, classic, want in zip(*leaves):
+            assert np.abs(got - want).max() <= 1.5 * np.abs(classic - want).max()
+    else:
+        same(inside(), switched(inside))
     same(around(), switched(around))
 
 
