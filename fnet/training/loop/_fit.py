@@ -66,20 +66,16 @@ def fit(
     profile_steps: range | None = None,
     check_devices: bool = True,
 ) -> Any:
-    """Trains until step `steps`, starting from the last checkpoint in `workdir` if there is one.
+    """Trains to step `steps`, from the last checkpoint in `workdir` if there is one.
 
-        state = fit(step, state, Batches(data, 128), steps=1000)                                  # the shortest form
-        state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/digits",           # can be resumed
-                    evaluate={"validation": evaluator(metrics, data)}, every=100, best="validation/accuracy")
+        state = fit(step, state, Batches(data, 128), steps=1000)                      # the shortest form
+        state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/a",    # can be resumed
+                    evaluate={"validation": evaluator(metrics, data)}, every=100, best="validation/loss")
 
-    Resuming is exact. A run that is interrupted and resumed reads the data in the same order as an
-    uninterrupted run, and has the same parameters, optimizer state, moving average and metrics, bit
-    for bit. `fit` sums the metrics on the device, and fetches the sums every `log_every` steps. The
-    host runs at most two steps ahead of the device.
-
-    A run starts from the last complete checkpoint in `workdir`. If `workdir` contains no
-    checkpoints, `fit` starts from `state`. If `workdir` contains checkpoints, but none of them can
-    be read, `fit` raises an error.
+    Resuming is exact: an interrupted run that is started again reads the same batches and ends with
+    the same parameters, optimizer state, moving average and metrics as one that never stopped, bit
+    for bit. Metrics are summed on the device; the host runs at most two steps ahead of it. A whole
+    program is in docs/training.md; what happens when something fails, in docs/reliability.md.
 
     The arguments, by purpose:
 
@@ -93,130 +89,85 @@ def fit(
         compilation       jit, tune
 
     Args:
-      step: a pure function, `step(state, batch) -> (state, metrics)`. The step must increase
-        `state.step` by 1 and keep the structure, shapes and dtypes of the state. `metrics` is a
-        dict. If a metric is a scalar, the log contains the mean of the scalar over the steps since
-        the last log. If a metric is a result of `mean(values, weight)`, the log contains the mean
-        over the examples of all steps since the last log.
-      state: a `TrainState`, or any pytree with an integer array as the attribute `step`. `fit`
-        donates a copy of the state to the step, so `state` itself stays valid.
-      batches: a function, such as an instance of `Batches`: `batches(i)` returns the batch of step
-        i. A background thread prepares the batches of the next steps while a step runs. The log
-        reports the fraction of time that the loop waited for batches ("time/data").
-      steps: the total number of steps, including the steps of earlier calls with this workdir.
-      workdir: the folder of the run, as a path or as a URL of an object store (s3://bucket/run,
-        gs://bucket/run or az://container/run). Object stores need `pip install obstore`.
-        `fit` writes config.json, metrics.jsonl, events.jsonl, tensorboard/, checkpoints/ and, with
-        `plan`, plan.txt to `workdir`. Default None: nothing is written.
-      plan: the result of `parallel.plan(step, ...)`, which states how to divide the step among
-        several devices. With a `plan`, the results equal those on one device up to rounding. `fit`
-        transfers the state and the batches to the shardings in `plan`. A run may be resumed with
-        another `plan`. Short batches are padded with rows of weight 0, as by `parallel.feed`. With
-        several processes, `batches(i)` returns either all rows of the batch, equal in all
-        processes, or only the rows of this process. If `plan` is None, the arrays stay on their
-        devices. Default None.
-      evaluate: a dict of evaluation functions, such as {"validation": evaluator(metrics, data)}.
-        Each evaluation function takes the state and returns a dict of metrics, which may include
-        `Histogram`, `Image` and `Text`. Default None: no evaluation.
-      every: the number of steps between two evaluations. The state after the last step is always
-        evaluated. Default None: only the state after the last step is evaluated.
-      best: the name of a metric, such as "validation/accuracy". The state in which the metric has
-        its best value is saved and kept. If `best` is None, the metric of `early_stop` is used, if
-        there is one. Default None.
-      best_mode: "max" if the largest value is the best, "min" if the smallest value is the best.
-        Default None: "max" for accuracies, "min" for losses and errors, and other well-known
-        metrics accordingly. For any other metric, `best_mode` must be given.
-      early_stop: an `EarlyStop`, which states the condition for ending the run before `steps`. If
-        the argument `best` is None, the metric and the mode of `early_stop` determine the best
-        state. Default None: no early stopping.
-      restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last
-        state. Default False.
-      save_every: the number of steps between two checkpoints. The state after the last step is
-        always saved. Default None: the value of `every`.
-      keep: how many of the latest checkpoints are kept. Default 3.
-      keep_every: a number of steps. Every checkpoint whose step is a multiple of `keep_every` is
-        also kept. Default None: only the latest and the best checkpoints are kept.
-      restart: whether to delete the earlier run in `workdir` first. With `restart=True`, nothing is
-        deleted if an argument is invalid or if another run uses the folder. Default False.
-      config: the hyperparameters, a dataclass or a dict of JSON types. `fit` writes `config` to
-        config.json and to each checkpoint. Each checkpoint also contains `steps` and a description
-        of the data, such as a digest of one batch. A run is resumed only if `config` and the data
-        are the same as before, and `steps` is not smaller than before. Fields named steps or
-        epochs, and dataclass fields declared with `compare=False`, are not compared. Default None:
-        a run is resumed without comparing configurations, and a `ResumeWarning` says so.
-      notes: a dict of additional data to store in each checkpoint, such as {"policy": str(policy)}.
-        The values have JSON types. Default None: no other data.
-      nonfinite: what to do after a step with a NaN or infinite metric or state. With "stop", `fit`
-        raises `Diverged`. With "skip", `fit` discards the update of the non-finite step, so that
-        only the counter `step` increases. With "rollback", `fit` restores the state of the last
-        checkpoint that an uninterrupted run has, too. After that, the batches between the
-        checkpoint and the non-finite step are skipped, including the batch of the non-finite step.
-        Default "stop".
-      debug: whether to replay the step for which `Diverged` is raised, so that the message names
-        the first layer with a NaN or infinite value. Default False.
-      log_every: the number of steps between two fetches of the training metrics. Default 100.
+      step: a pure function `(state, batch) -> (state, metrics)`. It adds 1 to `state.step`, and
+        keeps the structure, shapes and dtypes of the state. `metrics` is a dict; the log has the
+        mean of a scalar over the steps since the last log, and of a `mean(values, weight)` over
+        their examples.
+      state: a `TrainState`, or a pytree with an integer array `step`. `fit` donates a copy of it.
+      batches: a function from the number of a step to its batch, such as `Batches`. A thread calls
+        it ahead of time; "time/data" in the log is the fraction of time that `fit` waited for it.
+      steps: the total number of steps, those before an interruption included.
+      workdir: the folder of the run, or a URL s3://, gs:// or az:// (`pip install obstore`), for
+        config.json, metrics.jsonl, events.jsonl, tensorboard/, checkpoints/ and, with a plan,
+        plan.txt. Default None: nothing is written.
+      plan: the result of `parallel.plan(step, ...)`, for several devices; results equal those of
+        one up to rounding. Short batches get rows of weight 0, as by `parallel.feed`. Each of
+        several processes returns all rows of a batch, or only its own. A resumed run may have
+        another plan. Default None: the arrays stay where they are.
+      evaluate: functions of the state by name. Each returns a dict of metrics, which may include
+        `Histogram`, `Image` and `Text`. Default None.
+      every: steps between evaluations; the last state always has one. Default None: only the last.
+      best: the metric, such as "validation/accuracy", whose best state is saved and kept. Default
+        None: that of `early_stop`, if any.
+      best_mode: "max" or "min". Default None: known for accuracies, losses, errors and other common
+        metrics; required for the rest.
+      early_stop: an `EarlyStop`, which may end the run before `steps`. Default None.
+      restore_best: return the best state instead of the last one. Default False.
+      save_every: steps between checkpoints; the last state is always saved. Default None: `every`.
+      keep: how many of the latest checkpoints stay. Default 3.
+      keep_every: keep each checkpoint whose step is a multiple of it, too. Default None.
+      restart: delete the earlier run, after the arguments are checked and the folder is locked.
+        Default False.
+      config: the hyperparameters, a dataclass or a dict of JSON types. A run is resumed only with
+        the same config and data and no fewer `steps`. Fields named steps or epochs, or declared
+        with `compare=False`, may differ. Default None: resume uncompared, with a `ResumeWarning`.
+      notes: a dict of JSON types to store in each checkpoint. Default None.
+      nonfinite: after a step with a NaN or infinite metric or state, "stop" raises `Diverged`,
+        "skip" discards its update but counts it, and "rollback" goes back to the last regular
+        checkpoint and skips the batches up to and including that of the step. Default "stop".
+      debug: replay the step of a `Diverged` to name the first layer at fault. Default False.
+      log_every: steps between fetches of the training metrics from the device. Default 100.
       progress: a `Progress` that displays the run. Default None: nothing is printed.
-      tensorboard: whether to write TensorBoard's event files. Default True.
-      on_step: a function, or a sequence of functions. `fit` calls each function of `on_step` with a
-        `StepEnd` after each step. If an `on_step` function raises an exception, `fit` saves the
-        state and raises the same exception. Default (): no functions.
-      jit: whether to compile the step. With `jit=False`, each operation runs separately, so that
-        you can use a debugger. Default True.
-      tune: whether to rewrite the step with `transforms.tune` into faster code for this chip. The
-        rewritten step returns the same results up to rounding. If a run on a CPU would take at
-        least ten minutes at the CPU's peak FLOP rate, `fit` selects the rewrite rules by timing:
-        `fit` runs the step with and without each rule, on copies of the state. A resumed run uses
-        the rewrite rules that were selected when the run was started. Default True.
-      profile_steps: a range of consecutive steps to profile, such as range(100, 105). `fit` writes
-        the time of the profiled steps by layer path and phase (see `introspect.profile`) to
-        profile.txt, profile.html and profile.json in the folder workdir/profile/100-105. The file
-        trace.json.gz in the same folder contains a trace of the profiled steps. The website
-        ui.perfetto.dev displays the trace. The first step of a process is not profiled, because its
-        time includes compilation. Default None: no steps are profiled.
-      check_devices: whether to compare twenty operations on the devices with NumPy first, once for
-        each device kind, driver and jaxlib (see `hardware.check_devices`). Default True.
+      tensorboard: write TensorBoard's files. Default True.
+      on_step: a function of a `StepEnd`, or several, called after each step. Default ().
+      jit: compile the step. False runs each operation separately, for a debugger. Default True.
+      tune: make the step faster on this chip by `transforms.tune`; results are equal up to
+        rounding. On a CPU, a run of ten minutes or more at the peak FLOP rate chooses the rewrite
+        rules by timing, and a resumed run keeps them. Default True.
+      profile_steps: consecutive steps to profile, such as range(100, 105), without the first of a
+        process, which compiles. workdir/profile/100-105 gets profile.txt, .html, .json (see
+        `introspect.profile`) and trace.json.gz (for ui.perfetto.dev). Default None.
+      check_devices: first compare twenty operations with NumPy, once for each kind of device,
+        driver and jaxlib (see `hardware.check_devices`). Default True.
 
     Returns:
-      The state after the last step, or the best state if `restore_best` is True. With a `workdir`,
-      the returned state is also saved, and can be read with `load` or `restore`.
+      The last state, or the best. `load` and `restore` read it from `workdir`.
 
     Raises:
-      Interrupted: a process of the run received SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1. With a
-        `workdir`, `fit` saves the last complete step before it raises `Interrupted`. If a second
-        signal arrives more than one second after the first signal, the process ends immediately.
-        `fit` handles signals only if it runs in the main thread.
-      Diverged: the state or a metric is NaN or infinite. The error message names the step and the
-        leaf with the NaN or infinite value. With `nonfinite="skip"` or `nonfinite="rollback"`,
-        `Diverged` is raised only if the run cannot recover.
-      CheckpointError: no checkpoint in `workdir` can be read, or a checkpoint cannot be written. A
-        CheckpointError is also raised if the checkpoints belong to another model or optimizer, or
-        if another run uses or has replaced `workdir`.
+      Interrupted: SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1; the last step is saved in `workdir`.
+        A second signal, more than one second later, ends the process. Only in the main thread.
+      Diverged: a NaN or infinite value; names step and leaf. With "skip" or "rollback", only if the
+        run cannot recover.
+      ConfigError: the run in `workdir` has another `config`, other data or a larger `steps`.
+      CheckpointError: no checkpoint can be read, one cannot be written, they belong to another
+        model or optimizer, or another run uses or has replaced `workdir`.
+      OutOfMemory: names the largest arrays, and estimates the largest batch that fits.
       FaultyDevice: a device computes wrong values. Nothing in `workdir` has changed.
-      ConfigError: `config` is given, and the run in `workdir` has another `config`, other data or a
-          larger `steps`.
-      OutOfMemory: the device does not have enough memory. The error message lists the largest
-        arrays and, for a training step, estimates the largest batch that fits.
-      PeerLost: in a run with several processes, another process has ended.
+      PeerLost: another process of the run has ended.
       TypeError: `step` or `batches` is not a function, the state has no attribute `step`, or the
         step changes the structure, a shape or a dtype of the state.
-      ValueError: an interval such as `every` is not an integer >= 1, or the step does not increase
-        `state.step` by 1. A ValueError is also raised if `best` or `early_stop` names a metric that
-        no evaluation returns, or if `best_mode` is missing for a metric whose direction fnet does
-        not know. With a `plan`, a
-        ValueError is also raised if the state does not have the structure for which `plan` was
-        made, or if the devices of `plan` are not attached.
+      ValueError: an interval is not an integer >= 1, the step does not add 1 to `state.step`, no
+        evaluation returns the metric of `best` or `early_stop`, `best_mode` is missing, or the plan
+        is for another state or for devices that are not attached.
 
     Example:
-      >>> import jax, jax.numpy as jnp, numpy as np, optax
-      >>> from fnet.training import Batches, TrainState
-      >>> tx = optax.sgd(0.1)
+      >>> tx, x = optax.sgd(0.1), np.linspace(0, 1, 16, dtype=np.float32)
       >>> def step(state, batch):
       ...     loss = lambda params: jnp.mean((params["w"] * batch["x"] - batch["y"]) ** 2)
       ...     value, grads = jax.value_and_grad(loss)(state.params)
       ...     return state.apply(tx, grads), {"loss": value}
-      >>> x = np.linspace(0, 1, 16, dtype=np.float32)
-      >>> batches = Batches({"x": x, "y": 3 * x}, batch_size=8)
-      >>> state = fit(step, TrainState.create({"w": jnp.zeros(())}, tx), batches, steps=200)
+      >>> batches = tr.Batches({"x": x, "y": 3 * x}, batch_size=8)
+      >>> state = tr.fit(step, tr.TrainState.create({"w": jnp.zeros(())}, tx), batches, steps=200)
       >>> round(float(state.params["w"]), 2)
       3.0
     """
