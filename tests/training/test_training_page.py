@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import textwrap
 
 import pytest
 
@@ -11,8 +10,19 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "training.md").read_text()
 
 
 def block(first):
-    """The indented block of the page that begins with `first`."""
-    return textwrap.dedent(re.search(rf"^    {first}.*\n((    .*)?\n)+", PAGE, re.M).group(0))
+    """The Python block of the page that begins with `first`."""
+    return re.search(rf"^```python[^\n]*\n({first}.*?)^```", PAGE, re.M | re.S)[1]
+
+
+def test_the_shortest_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    program = block("import jax, numpy")
+    assert len(program.splitlines()) <= 10
+    exec(program.replace("epochs=10", "epochs=1"), {})
+    first = capsys.readouterr().out
+    assert float(first.splitlines()[-1]) > 0.6
+    exec(program.replace("epochs=10", "epochs=1"), {})  # nothing is left to train
+    assert capsys.readouterr().out.splitlines()[-1] == first.splitlines()[-1]
 
 
 @pytest.mark.exhaustive
@@ -26,8 +36,12 @@ def test_the_programs_on_the_page_run(tmp_path, capsys):
     for old, new in small.items():
         assert old in program
         program = program.replace(old, new)
-    exec(program, {})
+    names = {}
+    exec(program, names)
     assert re.search(r"test accuracy 0\.\d{4}\n$", capsys.readouterr().out)
+    for other in re.findall(r"^```python\n(from fnet.*?|params = .*?)^```", PAGE, re.M | re.S):
+        exec(other, names)
+    assert "query" in names["state"].params["layers"]
 
     names = {"folder": tmp_path / "checkpoints"}
     last = max(int(path.name) for path in names["folder"].iterdir() if path.name.isdecimal())
