@@ -1,4 +1,4 @@
-"""Model compression: quantization, LoRA, and pruning of channels, heads and hidden units.
+"""Model compression: quantization, LoRA, pruning and distillation.
 
     from fnet import compress
 
@@ -9,14 +9,10 @@
     shrunk = compress.shrink(model, params, x, fraction=0.5)
     logits = shrunk.f(shrunk.params, x)
 
-`quantize` and `lora` return a tree of parameters in which some leaves are implicit arrays
-(`ImplicitArray`). An implicit array represents a parameter that is computed from several plain
-arrays. For example, a quantized matrix is computed from codes and scales. An implicit array is a
-pytree, and its leaves are the plain arrays. A tree with implicit arrays, such as quantized
-parameters, can be sharded and saved like a tree of plain arrays. For a model f,
-`ft.use_implicit_arrays(f)` is a function that also accepts implicit arrays as parameters, and that
-can be compiled and differentiated.
-"""
+`quantize` and `lora` return the tree of parameters with implicit arrays (`ImplicitArray`) among its
+leaves. Each stands for one array and stores others, such as codes and scales. It is a pytree of
+these, so you can shard and save the tree as usual. `ft.use_implicit_arrays(f)` is f for such
+parameters, and can be compiled and differentiated."""
 
 from fnet.compress._advise import Advice, Advised, advise
 from fnet.compress._calibrate import InputStatistics, calibrate

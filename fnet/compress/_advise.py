@@ -35,24 +35,21 @@ _COLD, _WORK = (2**25, 2e9)
 
 @dataclasses.dataclass(frozen=True)
 class Advised:
-    """The advice of `advise` about one parameter.
-
-    Attributes:
-        path: the path of the parameter.
-        product: the matrix products (or convolutions) that use the parameter: their number and
-            shapes, as text.
-        bytes: the size of the parameter in each format, {name of the format: bytes}. The name
-            "original" means the original dtype of the parameter. Formats that cannot represent the
-            parameter have no entry.
-        seconds: the time of these matrix products (or convolutions) in each format, {name as in
-            `bytes`: seconds}.
-        format: the advised format, or None if the parameter should not be quantized.
-        reason: the reason why `format` is advised.
+    """The advice about one parameter.
 
     >>> from fnet import compress
     >>> row = compress.Advised("w", "[8, 4] x [4, 2]", {"original": 32}, {"original": 1e-6}, None, "the first product")
     >>> row.format is None
     True
+
+    Attributes:
+        path: the path of the parameter.
+        product: the matrix products or convolutions that use it, their number and shapes, as text.
+        bytes: its size in each format that can represent it, {name of the format: bytes}; the name
+            "original" means its own dtype.
+        seconds: the time of these products in each format, with the same names.
+        format: the advised format, or None: do not quantize.
+        reason: why.
     """
 
     path: str
@@ -65,20 +62,8 @@ class Advised:
 
 @dataclasses.dataclass(frozen=True)
 class Advice(Mapping):
-    """The result of `advise`, a mapping {pattern: format} that can be passed to `quantize` as the
-    recipe. `print` shows an `Advice` as a table.
-
-    Attributes:
-        chip: the chip for which the formats are advised.
-        measured: True if times were measured on the chip, False if they are estimated from the peak
-            rates of the chip.
-        rows: one `Advised` for each parameter that is an operand of a matrix product or
-            convolution.
-        formats: the formats that were considered, {name: format}.
-        before: the time of the function with the original parameters, in seconds, or None if the
-            time is unknown.
-        after: the time of the function with the parameters quantized as advised, in seconds, or
-            None if it is unknown.
+    """The result of `advise`: a mapping {pattern: format}, which `quantize` takes as its recipe,
+    and which `print` shows as a table.
 
     >>> from fnet import compress
     >>> params = {"k1": jnp.ones((8, 8)), "k2": jnp.ones((8, 8)), "k3": jnp.ones((8, 8))}
@@ -86,6 +71,15 @@ class Advice(Mapping):
     >>> advice = compress.advise(f, params, jax.ShapeDtypeStruct((1, 8), "float32"), chip="TPU v5e")
     >>> [row.path for row in advice.rows], advice.measured
     (['k1', 'k2', 'k3'], False)
+
+    Attributes:
+        chip: the chip for which the formats are advised.
+        measured: True if times were measured on the chip, False if they are estimated from its peak
+            rates.
+        rows: an `Advised` for each parameter that is an operand of a matrix product or convolution.
+        formats: the formats that were considered, {name: format}.
+        before: the time of the function with the original parameters, in seconds; None if unknown.
+        after: the same with the parameters quantized as advised.
     """
 
     chip: hw.Chip
@@ -113,12 +107,11 @@ class Advice(Mapping):
         )
 
     def predict(self, params: Any) -> float | None:
-        """Predicts the time of the function, in seconds, with other parameters, for example the
-        result of `quantize`.
+        """Predicts the time of the function with other parameters, such as a result of `quantize`,
+        in seconds.
 
         Raises:
-            ValueError: a parameter is quantized in a format that is not one of the formats that
-                `advise` compared.
+            ValueError: a parameter has a format that `advise` did not compare.
         """
         formats = {}
         for path, leaf in leaves_by_path(params).items():
@@ -156,48 +149,39 @@ def advise(
     formats: Sequence[Format] | None = None,
     measure: bool | None = None,
 ) -> Advice:
-    """Advises which parameters to quantize, and in which formats, so that a function becomes faster
-    on a chip.
+    """Advises which parameters to quantize, and in which formats, so that a function runs faster on
+    a chip.
 
         advice = compress.advise(model, params, tokens)
         print(advice)
         small = compress.quantize(params, advice)
 
-    On the local chip, `advise` measures the time of each matrix product (or convolution) with a
-    parameter, in each format of the parameter. The measurement uses several copies of the
-    parameter, so that the parameter is not read from a cache. The measured program also contains
-    elementwise operations before and after the matrix product, because XLA fuses rounding and
-    scaling with elementwise operations. `advise` also times the whole function with the original
-    parameters, and with the parameters in each format. XLA may fuse operations in the whole
-    function differently than around a single matrix product. Therefore, the times of all matrix
-    products in a format are multiplied by one correction factor, to agree with the measured time of
-    the whole function. For chips other than the local chip, `advise` estimates the time of a matrix
-    product as max(FLOPs / peak rate, bytes / bandwidth), plus the time to dequantize the parameter
-    and to quantize the activations, if the format requires these operations.
+    On the local chip, it measures each matrix product or convolution with a parameter in each
+    format: among elementwise operations, with which XLA fuses rounding and scaling, and on several
+    copies of the parameter, so that none is read from a cache. It also times the whole function
+    with all parameters in each format, and scales the times of that format's products by one factor
+    until they agree with it, since XLA may fuse differently there. For other chips, the time is
+    estimated as max(FLOPs / peak rate, bytes / bandwidth), plus that of dequantizing the parameter
+    and quantizing the activations.
 
-    `advise` recommends the fastest format for a parameter only if this format reduces the time of
-    the matrix products with the parameter to at most 97 % of the original time. `advise` does not
-    consider the accuracy of the function, so measure the accuracy separately. Statistics from
-    `calibrate` can improve the accuracy of quantized parameters. If more than two parameters are
-    operands of matrix products or convolutions, `advise` does not quantize the parameters of the
-    first and the last of these operations, because rounding these parameters affects the outputs
-    most.
+    The fastest format is advised if it takes at most 97 % of the original time. Accuracy is not
+    considered, so measure it yourself (`calibrate` can improve it), except in one way: of more than
+    two products, the parameters of the first and the last stay, because rounding these affects the
+    outputs most.
 
     Args:
         f: `f(params, *args)`, a model of any library.
-        params: the parameters of f. `advise` ignores biases, norm scales and implicit arrays (such
-            as `Quantized`).
-        *args: the other arguments of f. If the arguments of f are `jax.ShapeDtypeStruct`s, nothing
-            is measured.
+        params: the parameters of f. Biases, norm scales and implicit arrays (such as `Quantized`)
+            are ignored.
+        *args: the other arguments of f. With `jax.ShapeDtypeStruct`s, nothing is measured.
         chip: a `hardware.Chip`, a device or a device kind. Default: the first local device.
         formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and
             Int4(group=32).
-        measure: whether to measure times (default: True if the arguments are arrays and `chip` is
-            the local chip).
+        measure: whether to measure times. Default: True if the arguments are arrays and `chip` is
+            the local chip.
 
     Returns:
-        An `Advice`, a mapping {pattern of parameter paths: format}, which can be passed to
-        `quantize`.
+        An `Advice`, a mapping {pattern of parameter paths: format}, which `quantize` takes.
 
     Raises:
         ValueError: no matrix product or convolution in f has a parameter, or `measure=True` is

@@ -34,39 +34,31 @@ _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\
 )
 @dataclasses.dataclass(frozen=True)
 class InputStatistics:
-    """Statistics of the inputs (activations) that are multiplied by one parameter, recorded by
-    `calibrate`.
+    """What `calibrate` records about the activations that are multiplied by one parameter.
 
-    In a matrix product of an input x and the parameter, x consists of rows of n elements, where n
-    is the number of elements over which the matrix product sums. For a convolution, the statistics
-    treat each element of the input as a separate row of one element (n = 1). If a scan iterates
-    over the first axes of the parameter, such as the layers of a `Stack`, the statistics are
-    separate for each index of these axes. In the shapes of the attributes, `lead` denotes the sizes
-    of the parameter's axes over which a scan iterates.
-
-    Attributes:
-        rows: the number of recorded rows of activations, separately for each layer of a scan, an
-            array [*lead].
-        largest: the largest magnitude of all elements of all recorded rows, separately for each
-            layer of a scan, an array [*lead].
-        magnitude: the mean magnitude over all rows, for each of the n elements of a row, an array
-            [*lead, n].
-        histogram: the number of elements whose magnitude is in each bin, an array [*lead, 1920].
-            `bounds` contains the upper bounds of the histogram's bins.
-        gram: the sum of x^T x over all rows x, an array [*lead, n, n]. `gram` is None for
-            convolutions. `gram` is
-            also None if `calibrate` was called with `gram=False`.
-        axes: the axes of the parameter over which matrix products or convolutions sum, counted from
-            the end (negative).
-        conflict: "" if all matrix products with the parameter sum over the same axes, otherwise an
-            error message. If matrix products sum over different axes of the parameter, the
-            statistics describe only the matrix products that sum over `axes`.
+    In a matrix product, activations are rows of n elements, where n is how many the product sums
+    over. In a convolution, each element counts as a row of its own (n = 1). Layers of a scan have
+    separate statistics; `lead` stands for the sizes of the axes of the parameter that the scan
+    iterates over.
 
     >>> from fnet import compress
     >>> x, params = jnp.array([[1.0, -3.0]]), {"kernel": jnp.ones((2, 3))}
     >>> found = compress.calibrate(lambda params, x: x @ params["kernel"], params, [x])["kernel"]
     >>> found.magnitude.tolist(), float(found.bound("absmax"))
     ([1.0, 3.0], 3.0)
+
+    Attributes:
+        rows: the number of recorded rows, [*lead].
+        largest: the largest magnitude of all elements, [*lead].
+        magnitude: the mean magnitude of each of the n elements of a row, [*lead, n].
+        histogram: the number of elements whose magnitude is in each bin, [*lead, 1920]. `bounds`
+            has the upper bounds of the bins.
+        gram: the sum of x^T x over all rows x, [*lead, n, n]. None for convolutions, and if
+            `calibrate` was called with `gram=False`.
+        axes: the axes of the parameter over which products or convolutions sum, counted from the
+            end (negative).
+        conflict: "" if all matrix products with the parameter sum over the same axes. Otherwise an
+            error message, and the statistics describe only the products that sum over `axes`.
     """
 
     rows: Any
@@ -79,19 +71,17 @@ class InputStatistics:
 
     @property
     def bounds(self) -> np.ndarray:
-        """The upper bounds of the bins of the histogram, an array [1920]."""
+        """The upper bounds of the bins of the histogram, [1920]."""
         return 2.0 ** (_LOWEST + np.arange(1, _BINS + 1) / _PER_OCTAVE)
 
     def bound(self, method: str) -> np.ndarray:
-        """Returns the bound at which inputs are clipped when they are rounded to 8 bits, as an
-        array [*lead].
-
-        An input that is equal to the bound is rounded to the largest 8-bit code, 127.
+        """Returns where to clip inputs that are rounded to 8 bits, [*lead]. An input at the bound
+        gets the largest code, 127.
 
         Args:
             method: "absmax": the largest recorded magnitude. "percentile": the bound below which
                 99.99 % of the magnitudes are. "mse": the bound with the least mean squared error of
-                rounding and clipping to 8 bits.
+                rounding and clipping.
         """
         largest, counts, bounds = (
             np.asarray(self.largest),
@@ -183,29 +173,25 @@ def calibrate(
     f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = True
 ) -> dict[str, InputStatistics]:
     """Runs a function on example batches, and records statistics of the activations that are
-    multiplied by parameters.
+    multiplied by its parameters.
 
         stats = compress.calibrate(model, params, [tokens1, tokens2])
         params = compress.quantize(params, {"blocks": compress.Int4()}, stats=stats)
 
     Args:
         f: `f(params, *batch)`, a model of any library, or a loss.
-        params: a tree of arrays. No statistics are recorded for parameters with fewer than two
-            axes, for parameters named bias, scale, b or offset, and for implicit arrays, such as
-            quantized arrays.
-        batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array
-            if there is one other argument. To compute scales of activations from the statistics,
-            pass batches with a few hundred rows of activations in total. To correct rounding errors
-            (`gram=True`), pass batches with more than n rows of activations in total, where n is
-            the number of elements of a row.
-        gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct
-            rounding errors. For rows of n elements, the sum of x^T x has n^2 elements. Default
-            True.
+        params: a tree of arrays. Parameters with fewer than two axes or named bias, scale, b or
+            offset have no statistics, and neither have implicit arrays.
+        batches: an iterable of batches, each a tuple of the other arguments of f, or an array if
+            there is only one. A few hundred rows of activations in total are enough for scales of
+            activations. To correct rounding errors (`gram=True`), pass more rows than a row has
+            elements.
+        gram: whether to record the sum of x^T x over the rows x, with which `quantize` corrects
+            rounding errors. It has n^2 elements for rows of n. Default True.
 
     Returns:
         {path of a parameter: `InputStatistics`}, for the parameters that f uses in matrix products
-        or convolutions. Matrix products and convolutions inside while loops and inside branches of
-        `lax.cond` are not recorded.
+        or convolutions. Those inside while loops and branches of `lax.cond` are not recorded.
 
     Raises:
         ValueError: `batches` is empty, f has no matrix product or convolution with a parameter, or

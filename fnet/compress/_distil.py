@@ -23,17 +23,17 @@ def distillation_loss(
         weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight) cross_entropy(logits, labels)
 
     The factor T^2 keeps the size of the gradient of the KL divergence independent of the
-    temperature T. No gradient flows to the teacher's logits.
+    temperature T. No gradient flows to the teacher.
 
     Args:
-        logits: the logits of the student, [..., classes].
-        teacher_logits: the logits of the teacher, [..., classes].
+        logits: of the student, [..., classes].
+        teacher_logits: of the teacher, [..., classes].
         labels: the correct classes, integers [...]. Default None: the loss is T^2 times the KL
-            divergence, without the cross entropy.
-        temperature: the temperature T, a number above 0. Default 4. With a larger T, the student
-            learns more about the classes to which the teacher gives a low probability.
-        weight: the weight of the KL divergence, a number in [0, 1]. The weight of the cross entropy
-            is 1 - `weight`. Default 0.9.
+            divergence alone.
+        temperature: T, a number above 0. A larger T teaches more about the classes to which the
+            teacher gives a low probability. Default 4.
+        weight: the weight of the KL divergence, in [0, 1]; the cross entropy has the rest. Default
+            0.9.
 
     Returns:
         The losses [...], in nats.
@@ -82,19 +82,15 @@ def hidden_loss(
         loss = compress.hidden_loss(seen, wanted, {"blocks": "encoder"}, {"blocks": projection})
 
     Args:
-        student, teacher: the captured values, {name of a value: value}. The captured values are the
-            second result of the function that `ft.capture` returns. No gradient flows to the values
-            of the teacher.
-        pairs: {name of a value of the student: name of a value of the teacher}.
-        projections: {name of a value of the student: matrix [student's features, teacher's
-            features]}, for values whose number of features differs between student and teacher. A
-            value of the student is multiplied by its matrix in `projections` before the comparison
-            with the teacher's value. Train the matrices (`projections`) together with the
-            parameters of the student. Default: none.
+        student, teacher: {name: value}, as the functions that `ft.capture` returns give them as
+            their second result. No gradient flows to the teacher.
+        pairs: {name of a student's value: name of a teacher's value}.
+        projections: {name of a student's value: matrix [student's features, teacher's features]},
+            for values whose number of features differs. The student's value is multiplied by it
+            first. Train these matrices together with the student. Default: none.
 
     Returns:
-        A scalar: the mean squared difference between the values of each pair, averaged over the
-        pairs.
+        A scalar: the mean squared difference of each pair, averaged over the pairs.
 
     Raises:
         KeyError: a value that `pairs` names was not captured.

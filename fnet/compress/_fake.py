@@ -26,25 +26,21 @@ from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
 )
 @dataclasses.dataclass(frozen=True)
 class FakeQuantized(ImplicitArray):
-    """A trainable parameter that is rounded when a program uses it, for quantization-aware
-    training.
-
-    The values are rounded to multiples of a step size, which is also trainable. `fake_quantize`
-    creates a `FakeQuantized`.
-
-    Attributes:
-        values: the values of the parameter before rounding.
-        step: the step size (distance between neighboring rounded values) of each block of values,
-            an array of the same shape as `scale` in `Quantized`.
-        inputs: the step size for rounding the activations that are multiplied by the parameter.
-            `inputs` is None if the format does not round activations, or computes the step size of
-            the activations at run time.
-        format, axes: as in `Quantized`.
+    """A trainable parameter that is rounded in each use, to multiples of a step size that is
+    trained too. `fake_quantize` creates it.
 
     >>> from fnet import compress
     >>> fake = compress.fake_quantize({"kernel": jnp.array([[7.0], [0.4]])}, {"kernel": compress.Int4(None)})["kernel"]
     >>> fake.step.tolist(), fake.materialize().tolist()
     ([[1.0]], [[7.0], [0.0]])
+
+    Attributes:
+        values: the values before rounding.
+        step: the step size of each block of values, the distance between neighboring rounded
+            values. Its shape is that of `scale` in `Quantized`.
+        inputs: the step size for rounding the activations that are multiplied by the parameter.
+            None: the format does not round them, or computes their step size at run time.
+        format, axes: as in `Quantized`.
     """
 
     values: Any
@@ -91,8 +87,7 @@ class FakeQuantized(ImplicitArray):
         return take(self.materialize())
 
     def quantized(self) -> Quantized:
-        """Returns a `Quantized` parameter with the same rounded values, stored as integer codes and
-        scales."""
+        """Returns the same rounded values as a `Quantized`, with integer codes and scales."""
         result = self._quantized(self.values.astype(jnp.float32))
         largest = self.format.largest
         codes = self.format.encode(jnp.clip(result.codes / result.full_scale(), -largest, largest))
@@ -135,28 +130,26 @@ def _rounded(x, step, largest):
 def fake_quantize(
     params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, InputStatistics] | None = None
 ) -> Any:
-    """Replaces parameters by `FakeQuantized` parameters, for quantization-aware training.
+    """Prepares parameters for quantization-aware training: they are rounded in each use, and
+    trained with the rounding.
 
         params = compress.fake_quantize(params, {".*": compress.Int4(group=32)})
         loss = lambda params: f(ft.use_implicit_arrays(model)(params, x))    # train as usual
         params = compress.convert(params)                                    # codes and scales
 
-    When the model uses a `FakeQuantized` parameter, its values are rounded to multiples of a step
-    size. The derivative ignores the rounding (straight-through estimator). The step sizes are
-    trained together with the values (learned step size quantization). The initial step sizes
-    (distances between neighboring rounded values) are the scales that `quantize` computes. After
-    training, `convert` replaces the `FakeQuantized` parameters by quantized parameters, whose
-    scales are the trained step sizes.
+    Values are rounded to multiples of a step size, and the derivative ignores the rounding
+    (straight-through estimator). Step sizes begin as the scales that `quantize` computes, and are
+    trained together with the values (learned step size quantization). `convert` turns them into the
+    scales of quantized parameters.
 
     Args:
         params: a tree of arrays.
-        recipe: {pattern: format}, a mapping as for `quantize`. The format must be `Int8` or `Int4`.
-        stats: statistics of the activations that are multiplied by the parameters, from
-            `calibrate`. The initial scales of activations are computed from these statistics.
-            Default None.
+        recipe: {pattern: format} as for `quantize`. The format must be `Int8` or `Int4`.
+        stats: statistics of the activations from `calibrate`, from which their initial scales are
+            computed. Default None.
 
     Returns:
-        The tree `params`, in which the selected parameters are `FakeQuantized` leaves.
+        The tree `params`, with `FakeQuantized` leaves in place of the selected parameters.
 
     Raises:
         ValueError: as for `quantize`.
@@ -189,8 +182,8 @@ def fake_quantize(
 
 
 def convert(params: Any) -> Any:
-    """Replaces each `FakeQuantized` leaf of a tree by a `Quantized` leaf with the same rounded
-    values, after training.
+    """Turns each `FakeQuantized` leaf of a trained tree into a `Quantized` with the same rounded
+    values.
 
     >>> from fnet import compress
     >>> params = compress.fake_quantize({"kernel": jnp.ones((2, 2))}, {"kernel": compress.Int8()})

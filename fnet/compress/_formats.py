@@ -42,18 +42,17 @@ METHODS = ("absmax", "percentile", "mse")
 
 
 class Format:
-    """The format of a quantized parameter: `values = decode(codes) * scale`, with one scale for
-    each block of values.
+    """How a parameter is quantized: `values = decode(codes) * scale`, with one scale for each block
+    of values.
 
     Attributes:
-        bits: the number of bits of one code.
+        bits: the number of bits of a code.
         group: the number of values along the last contracted axis that share a scale, or None if
-            all values along this axis share one scale.
+            all of them do.
         axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
-            Values along the contracted axes share a scale. If `axes` is None, `quantize` uses its
-            default axes.
-        largest: the largest decoded value. The scale of a block of values is the largest magnitude
-            in the block, divided by `largest`.
+            Values along them share a scale. None: the default axes of `quantize`.
+        largest: the largest decoded value. The scale of a block is its largest magnitude, divided
+            by `largest`.
     """
 
     bits: ClassVar[int]
@@ -98,27 +97,25 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Format):
-    """The format of 8-bit integers from -127 to 127. The codes (the stored 8-bit integers) need a
-    quarter of the bytes of float32.
-
-    Args:
-        group: the number of values along the contracted axis that share a scale. Default None: all
-            values along the contracted axis share one scale. If `group` is None, a matrix product
-            is computed with the 8-bit codes, and its result is multiplied by the scale.
-        axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
-            Default None: see `quantize`.
-        activations: the method that rounds the activations (the other operands of matrix products
-            and convolutions) to 8 bits. Default None: activations are not rounded (weight-only
-            quantization). If activations are rounded, matrix products are computed with 8-bit
-            integers. Convolutions with rounded activations are computed in floating point. With
-            "dynamic", the scales of the activations are computed at run time. In a matrix product,
-            each row of the activations has its own dynamic scale; in a convolution, each example of
-            the batch has one. With "absmax", "percentile" or "mse", all rows have the same scale,
-            which `quantize` computes from statistics (see `InputStatistics.bound`). Derivatives
-            with respect to activations ignore the rounding (straight-through estimator).
+    """8-bit integers from -127 to 127, a quarter of the bytes of float32.
 
     >>> Int8().bits
     8
+
+    Args:
+        group: the number of values along the contracted axis that share a scale. Default None: all
+            of them. Then a matrix product is computed with the codes, and its result is multiplied
+            by the scale.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
+            Default None: see `quantize`.
+        activations: how to round the activations, the other operands, to 8 bits as well. Default
+            None: not at all (weight-only quantization). Otherwise, matrix products are computed
+            with 8-bit integers, and convolutions in floating point with rounded inputs. With
+            "dynamic", scales are computed at run time, one for each row of a matrix product and one
+            for each example of a convolution. With "absmax", "percentile" or "mse", there is a
+            single scale, which `quantize` computes from statistics (see `InputStatistics.bound`).
+            Derivatives with respect to activations ignore the rounding (straight-through
+            estimator).
     """
 
     group: int | None = None
@@ -145,19 +142,17 @@ class Int8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Format):
-    """The format of 4-bit integers from -8 to 7. A byte contains two codes.
-
-    The scale of a block of values is the largest magnitude in the block, divided by 7.
-
-    Args:
-        group: the number of values along the contracted axis that share a scale, or None if all
-            values along the contracted axis share one scale. The default, 32, is the same as in
-            GGUF.
-        axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
-            Default None: see `quantize`.
+    """4-bit integers from -8 to 7, two in a byte. The scale of a block is its largest magnitude,
+    divided by 7.
 
     >>> Int4().group
     32
+
+    Args:
+        group: the number of values along the contracted axis that share a scale, or None if all of
+            them do. Default 32, as in GGUF.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
+            Default None: see `quantize`.
     """
 
     group: int | None = 32
@@ -174,20 +169,18 @@ class Int4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class NF4(Format):
-    """The format of 4-bit codes that represent 16 quantiles of a normal distribution. A byte
-    contains two codes.
+    """4-bit codes of 16 quantiles of a normal distribution, two in a byte.
+
+    >>> NF4().decode(jnp.array([0, 7, 15]), jnp.float32).tolist()
+    [-1.0, 0.0, 1.0]
 
     Args:
-        group: the number of values along the contracted axis that share a scale, or None if all
-            values along the contracted axis share one scale. The default, 64, is the same as in the
-            QLoRA paper.
+        group: the number of values along the contracted axis that share a scale, or None if all of
+            them do. Default 64, as in the QLoRA paper.
         axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
             Default None: see `quantize`.
 
     Source: Dettmers et al. (2023), QLoRA: Efficient Finetuning of Quantized LLMs, section 3.
-
-    >>> NF4().decode(jnp.array([0, 7, 15]), jnp.float32).tolist()
-    [-1.0, 0.0, 1.0]
     """
 
     group: int | None = 64
@@ -205,21 +198,18 @@ class NF4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """The format of 8-bit floating-point numbers (float8_e4m3fn), with 4 bits of exponent and 3
-    bits of mantissa.
+    """8-bit floating-point numbers (float8_e4m3fn): 4 bits of exponent, 3 of mantissa, at most 448.
 
-    The largest number is 448.
+    >>> Float8().largest
+    448.0
 
     Args:
         group: the number of values along the contracted axis that share a scale. Default None: all
-            values along the contracted axis share one scale.
+            of them.
         axes: the contracted axes of the parameter, over which matrix products and convolutions sum.
             Default None: see `quantize`.
 
     Source: Micikevicius et al. (2022), FP8 Formats for Deep Learning.
-
-    >>> Float8().largest
-    448.0
     """
 
     group: int | None = None

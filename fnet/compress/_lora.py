@@ -26,20 +26,20 @@ from fnet.jaxpr import materialize as _materialized
 class LowRank(ImplicitArray):
     """A parameter with a low-rank change: `base + scale * a @ b`. `lora` creates it.
 
-    Attributes:
-        base: the original parameter [*lead, *in, out], an array or an implicit array such as a
-            `Quantized`. `lead` are the leading axes of a stack of layers, `in` the input axes, and
-            `out` the output axis.
-        a: the first factor of the low-rank change, [*lead, *in, rank].
-        b: the second factor of the low-rank change, [*lead, rank, out], initially zeros.
-        scale: `alpha / rank`, computed from the arguments of `lora`.
-        inputs: the number of input axes of `base`, for example 1 for a kernel [in, out].
-
     >>> params = compress.lora(jax.random.key(0), {"kernel": jnp.ones((8, 4))}, {"kernel": 2}, alpha=4)
     >>> params["kernel"].a.shape, params["kernel"].b.shape, params["kernel"].scale
     ((8, 2), (2, 4), 2.0)
     >>> bool((params["kernel"].materialize() == 1).all())    # b is zero
     True
+
+    Attributes:
+        base: the original parameter [*lead, *in, out], an array or an implicit array such as a
+            `Quantized`. `lead` are the leading axes of a stack of layers, `in` the input axes, and
+            `out` the output axis.
+        a: the first factor, [*lead, *in, rank].
+        b: the second factor, [*lead, rank, out], initially zeros.
+        scale: `alpha / rank`, from the arguments of `lora`.
+        inputs: the number of input axes of `base`, for example 1 for a kernel [in, out].
     """
 
     base: Any
@@ -113,29 +113,27 @@ class LowRank(ImplicitArray):
 def lora(
     key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float | None = None
 ) -> Any:
-    """Adds trainable low-rank changes to parameters: `w + alpha / rank * a @ b`.
+    """Adds trainable low-rank changes to the selected parameters: `w + alpha / rank * a @ b`.
 
         params = compress.lora(key, params, {"blocks/attention/.*": 8})
         trainable, frozen = nn.partition(params, ".*/[ab]")
         loss = lambda trainable: f(ft.use_implicit_arrays(model)(nn.combine(trainable, frozen), x))
 
-    `b` is initialized with zeros, so the outputs of the model do not change before training.
-    `params` may contain quantized parameters; low-rank adaptation of quantized parameters is called
-    QLoRA.
+    `b` starts at zero, so the outputs of the model do not change before training. The parameters
+    may be quantized (QLoRA).
 
     Args:
-        key: a `jax.random.key` for the initial values of `a`. As in PEFT, the distribution of `a`
-            is uniform with variance 1/(3n), where n is the number of inputs.
+        key: a `jax.random.key` for `a`, which is uniform with variance 1/(3n) for n inputs, as in
+            PEFT.
         params: a tree of arrays and quantized arrays. Kernels have the shape [in, out], stacked
             kernels [depth, in, out], and kernels of convolutions [height, width, in, out].
         rules: {pattern: rank}. A pattern is a regular expression that matches the whole path of a
-            parameter, or the first parts of the path such as "blocks". If several patterns match a
-            parameter, the first of these patterns applies. Parameters with fewer than two axes, and
-            parameters named bias, scale, b or offset, are not changed.
-        alpha: a number. The product `a @ b` is multiplied by alpha / rank. Default: twice the rank.
+            parameter, or its first parts such as "blocks"; the first that matches applies.
+            Parameters with fewer than two axes, or named bias, scale, b or offset, do not change.
+        alpha: a number. `a @ b` is multiplied by alpha / rank. Default: twice the rank.
 
     Returns:
-        The tree `params`, in which the selected parameters are `LowRank` leaves.
+        The tree `params`, with `LowRank` leaves in place of the selected parameters.
 
     Raises:
         ValueError: a pattern matches no parameter that can be changed, or a rank is not a positive
@@ -179,11 +177,8 @@ def _digest(path) -> int:
 
 
 def merge(params: Any) -> Any:
-    """Adds the low-rank changes of `lora` to the original parameters, and returns a tree without
-    `LowRank` leaves.
-
-    If `merge` adds a low-rank change to a quantized parameter, the result is a plain array, which
-    is not quantized.
+    """Adds the changes of `lora` to the original parameters. All `LowRank` leaves become plain
+    arrays, also those whose original is quantized.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> merge(lora(jax.random.key(0), params, {"kernel": 1}))["kernel"].tolist()

@@ -20,17 +20,16 @@ if TYPE_CHECKING:
 class PruneState(NamedTuple):
     """The state of `prune`.
 
-    Attributes:
-        count: the number of updates so far, int32.
-        masks: a tree with the structure of the parameters. Each parameter that is pruned is
-            replaced by a boolean mask, and every other parameter by `optax.MaskedNode()`. A mask is
-            False at elements that are set to zero.
-
     >>> optimizer = compress.prune({"kernel": 0.5}, end=10)
     >>> params = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
     >>> state = optimizer.init(params)
     >>> state.masks["kernel"].tolist()
     [[True, True], [True, True]]
+
+    Attributes:
+        count: the number of updates so far, int32.
+        masks: a tree with the structure of the parameters: a boolean mask for each pruned one,
+            False at its zeros, and `optax.MaskedNode()` for every other.
     """
 
     count: Any
@@ -40,38 +39,32 @@ class PruneState(NamedTuple):
 def prune(
     rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 1, jointly: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an Optax transformation that prunes parameters: elements with the smallest magnitudes
-    are set to zero.
+    """Returns an Optax transformation that sets the elements with the smallest magnitudes to zero.
 
         optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
 
-    The transformation must be the last transformation of a chain. At update t, a fraction s_t of
-    the elements is zero. The fraction s_t grows from 0 at update `begin` to the sparsity s of the
-    rule at update `end`:
+    It must be the last one of a chain. The fraction of zeros s_t grows from 0 at update `begin` to
+    the sparsity s at update `end`, and an element that is zero stays zero:
 
         s_t = s - s (1 - (t - begin) / (end - begin))^3
 
-    An element that was set to zero stays zero. A program does not become faster if elements of its
-    parameters are zero. To make a program faster, use `shrink`, which removes whole channels and
-    heads.
+    Zeros make no program faster. To that end, `shrink` removes whole channels and heads.
 
     Args:
         rules: {pattern: sparsity between 0 and 1}. A pattern is a regular expression that matches
-            the whole path of a parameter, or the first parts of the path such as "blocks". If
-            several patterns match a parameter, the first of these patterns applies. Parameters with
-            fewer than two axes, and parameters named bias, scale, b or offset, are not pruned.
-        begin, end: the numbers of the first and the last optimizer update in which `prune` selects
-            elements to set to zero. Updates are counted from 0. Default of `begin`: 0.
-        every: the number of updates from one selection of elements to the next. Default 1.
-        jointly: whether the elements of all parameters that match a pattern are ranked together by
-            magnitude (global pruning). With global pruning, the fraction of zeros differs between
-            parameters. By default (False), each parameter has the same fraction of zeros. If the
-            parameters of several layers are stacked in one array, the elements of all these layers
-            are always ranked together.
+            the whole path of a parameter, or its first parts such as "blocks"; the first that
+            matches applies. Parameters with fewer than two axes, or named bias, scale, b or offset,
+            are not pruned.
+        begin, end: the first and the last update in which elements are selected, counted from 0.
+            Default of `begin`: 0.
+        every: the number of updates from one selection to the next. Default 1.
+        jointly: whether all parameters that match a pattern are ranked together (global pruning),
+            so that their fractions of zeros differ. Default False: each has the same fraction.
+            Layers that are stacked in one array are always ranked together.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs`, whose state is a `PruneState`. Pass the
-        parameters to the method `update` of the transformation: `update(gradients, state, params)`.
+        An `optax.GradientTransformationExtraArgs`, whose state is a `PruneState`. Its `update`
+        needs the parameters: `update(gradients, state, params)`.
 
     Raises:
         ValueError: a sparsity is not between 0 and 1, `begin` is negative or larger than `end`,

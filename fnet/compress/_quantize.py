@@ -28,31 +28,26 @@ from fnet.jaxpr import materialize as _materialized
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized(ImplicitArray):
-    """A quantized parameter, which stores low-bit codes and float32 scales: `values =
-    decode(codes) * scale`.
-
-    `quantize` creates `Quantized` parameters.
-
-    Attributes:
-        codes: the codes. For 8-bit formats, `codes` is an int8 or float8 array with the shape of
-            the parameter. For 4-bit formats, `codes` is a uint8 array in which each byte contains
-            two codes that are adjacent along the last axis in `axes`.
-        scale: the scales, a float32 array with as many axes as the parameter. In `scale`, the
-            contracted axes (`axes`) have length 1. If the format divides the last contracted axis
-            into groups, `scale` has one element for each group along this axis.
-        format: the format of the codes.
-        axes: the contracted axes of the parameter, over which matrix products and convolutions sum,
-            a tuple of negative integers (counted from the end).
-        dtype: the dtype of the parameter.
-        inputs: the scale for rounding the activations that are multiplied by the parameter. The
-            array `inputs` has as many axes as the parameter. In `inputs`, an axis over which layers
-            are stacked has the same size as in the parameter, and all other axes have length 1.
-            `inputs` is None (the default) if the format does not round activations, or if the scale
-            of the activations is computed at run time.
+    """A parameter stored as low-bit codes and float32 scales: `values = decode(codes) * scale`.
+    `quantize` creates it.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> params["kernel"].codes.dtype, params["kernel"].scale.shape, params["kernel"].shape
     (dtype('int8'), (1, 4), (64, 4))
+
+    Attributes:
+        codes: an int8 or float8 array with the shape of the parameter. For 4-bit formats a uint8
+            array, whose bytes each hold two codes that are adjacent along the last axis in `axes`.
+        scale: float32, with as many axes as the parameter. The contracted axes have length 1,
+            except that the last of them has one element for each group, if the format has groups.
+        format: the format of the codes.
+        axes: the contracted axes, over which matrix products and convolutions sum, a tuple of
+            negative integers (counted from the end).
+        dtype: the dtype of the parameter.
+        inputs: the scale for rounding the activations that are multiplied by the parameter, with as
+            many axes as the parameter. All have length 1, except those over which layers are
+            stacked. None (default): activations are not rounded, or their scale is computed at run
+            time.
     """
 
     codes: Any
@@ -135,8 +130,7 @@ class Quantized(ImplicitArray):
         return self._scaled(codes, self.scale).astype(dtype)
 
     def full_scale(self) -> jax.Array:
-        """Returns the scale of each value of the parameter, as an array with the shape of the
-        parameter."""
+        """Returns the scale of each value, as an array with the shape of the parameter."""
         return self._scaled(jnp.ones(jnp.shape(self.codes), jnp.float32), self.scale)
 
     def pack(self, codes: jax.Array) -> jax.Array:
@@ -215,52 +209,42 @@ def _integer_dot_jvp(axes, primals, tangents):
 def quantize(
     params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, InputStatistics] | None = None
 ) -> Any:
-    """Replaces parameters by quantized parameters.
+    """Stores the selected parameters as codes of few bits.
 
         params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    Each block of values w has one scale: the maximum of |w| in the block, divided by the largest
-    decoded value of the format. The largest decoded value is 127 for `Int8`, 7 for `Int4`, 1 for
-    `NF4` and 448 for `Float8`. A block contains all values along the axes `axes` of the format. If
-    the argument `group` of the format is not None, a block contains only `group` adjacent values
-    along the last axis in `axes`. By default, `axes` is the second-last axis of kernels [in, out]
-    and of stacked kernels [depth, in, out]. For kernels with four or more axes, such as those of
-    convolutions [height, width, in, out], the default `axes` are all axes except the last. The
-    results are correct for any choice of `axes`. For the fastest matrix products, let `axes` be the
-    axes over which the matrix products sum: the scale is then applied to the result of the matrix
-    product. For an embedding table [vocab, features] that also computes the logits, use the last
-    axis (`axes=-1`).
+    Each block of values w has one scale, max|w| divided by the largest decoded value of the format:
+    127 for `Int8`, 7 for `Int4`, 1 for `NF4`, 448 for `Float8`. A block extends over the `axes` of
+    the format, or with `group` over that many adjacent values of the last of them.
+
+    Results are correct for any `axes`, but matrix products are fastest if these are the axes that
+    they sum over: the scale is then applied to their result. That is the default: the second-last
+    axis of kernels [in, out] and stacked kernels [depth, in, out], and all axes but the last of
+    kernels with four or more, such as [height, width, in, out]. For an embedding table [vocab,
+    features] that also computes the logits, pass `axes=-1`.
 
     Args:
         params: a tree of arrays.
         recipe: {pattern: format}. A pattern is a regular expression that matches the whole path of
-            a parameter, or the first parts of the path such as "blocks". If several patterns match
-            a parameter, the first of these patterns applies. Parameters with fewer than two axes,
-            parameters named bias, scale, b or offset, and parameters that are not floating point
-            are not changed.
-        stats: statistics of the activations that are multiplied by the parameters, from
-            `calibrate`. The scales of activations are computed from `stats`. Kernels in all formats
-            except `Float8` are rounded by the GPTQ algorithm (Frantar et al. 2023). Compared with
-            rounding to the nearest code, GPTQ reduces the error in the matrix products of kernels
-            and calibration activations. For 4-bit formats, several positive and negative scales are
-            tried for each block of values, and the scale with the least squared error is selected.
-            Each tried scale is the default scale (max|w| divided by the largest decoded value),
-            multiplied by a factor from 0.54 to 1 or from -1 to -0.54. Default None: every value is
-            rounded to the nearest code.
+            a parameter, or its first parts such as "blocks"; the first that matches applies.
+            Parameters with fewer than two axes, named bias, scale, b or offset, or not in floating
+            point stay as they are.
+        stats: statistics of the activations, from `calibrate`. Scales of activations are computed
+            from them, and kernels in all formats but `Float8` are rounded by GPTQ (Frantar et al.
+            2023), which keeps the products with the recorded activations closer than rounding to
+            the nearest code. In 4-bit formats, each block then also gets the best of several scales
+            by squared error: the default one times factors from 0.54 to 1 and from -1 to -0.54.
+            Default None: every value is rounded to the nearest code.
 
     Returns:
-        The tree `params`, in which the selected parameters are `Quantized` leaves. Biases, norms,
-        and leaves that no pattern matches are unchanged.
+        The tree `params`, with `Quantized` leaves in place of the selected parameters.
 
     Raises:
-        ValueError: a pattern matches no parameter that can be quantized, or the size of an axis is
-            not a multiple of `group`. A ValueError is also raised if a format needs statistics of
-            activations that `stats` does not contain, or if matrix products sum over different axes
-            of a parameter whose activations have one scale. If GPTQ rounds a parameter, every
-            matrix product that `calibrate` recorded for this parameter must
-            sum over the axes that the format specifies (`axes` or the default axes). Otherwise, a
-            ValueError is raised.
+        ValueError: a pattern matches no parameter that can be quantized, an axis is not a multiple
+            of `group`, `stats` lacks the activations that a format needs, or matrix products sum
+            over different axes of a parameter whose activations have one scale. With GPTQ, also if
+            a recorded matrix product sums over other axes than those of the format.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.ones(2)}
@@ -434,8 +418,7 @@ def _axes(path, w, format) -> tuple[int, ...]:
 
 
 def materialize(params: Any) -> Any:
-    """Replaces the implicit arrays of a tree, such as quantized arrays, by the plain arrays that
-    they represent.
+    """Replaces the implicit arrays of a tree by the plain arrays that they stand for.
 
     >>> params = compress.quantize({"kernel": jnp.eye(2)}, {"kernel": compress.Int8()})
     >>> compress.materialize(params)["kernel"].tolist()
@@ -445,8 +428,7 @@ def materialize(params: Any) -> Any:
 
 
 def size(params: Any) -> int:
-    """Returns the number of bytes of all arrays in a tree, including those within implicit arrays
-    such as `Quantized`.
+    """Returns the number of bytes of a tree: of plain arrays, and of what implicit arrays store.
 
     >>> params = {"kernel": jnp.zeros((4, 8))}
     >>> compress.size(params), compress.size(compress.quantize(params, {"kernel": compress.Int8()}))

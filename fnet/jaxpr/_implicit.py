@@ -41,26 +41,21 @@ class Convolution:
 
 
 class ImplicitArray:
-    """A parameter that is computed from several arrays. For example, a quantized matrix is computed
-    from codes and scales.
-
-    A subclass must be a registered pytree whose leaves are plain arrays, and must have the
-    properties `shape` and `dtype`. The constructor of a subclass must not validate the leaves,
-    because JAX also calls the constructor with placeholders. `ft.use_implicit_arrays(f)` evaluates
-    f with implicit arrays (such as quantized arrays) as parameters. If an operation of f reads an
-    implicit array, such as a quantized matrix, `use_implicit_arrays` calls the array's method
-    `dot`, `convolve` or `lookup`. If `dot`, `convolve` or `lookup` returns `NotImplemented`,
-    `use_implicit_arrays` calls the method `materialize` instead.
-
-    Attributes:
-        shape, dtype: the shape and dtype of the array that the object represents.
-        beside: a dict such as {"scale": "codes"}, which states that the field `scale` contains one
-            element for each block of elements of the field `codes`. If possible, `parallel.plan`
-            shards an array of scales along the same axes as the array of codes.
+    """A parameter that is computed from several arrays, such as a matrix from codes and scales.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> isinstance(params["kernel"], compress.ImplicitArray), params["kernel"].materialize().shape
     (True, (64, 4))
+
+    Where a program f reads it, `ft.use_implicit_arrays(f)` calls its method `dot`, `convolve` or
+    `lookup`, and `materialize` if that returns `NotImplemented`. A subclass must be a registered
+    pytree whose leaves are plain arrays, with the properties `shape` and `dtype`. Its constructor
+    must not validate the leaves, because JAX also calls it with placeholders.
+
+    Attributes:
+        shape, dtype: of the array that the object represents.
+        beside: a dict such as {"scale": "codes"}: the field `scale` has one element for each block
+            of elements of `codes`, so `parallel.plan` shards both along the same axes if possible.
     """
 
     beside: ClassVar[Mapping[str, str]] = {}

@@ -22,16 +22,14 @@ from fnet.jaxpr import is_array, is_implicit
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """One row of the report of `shrink`, which describes one or several axes of parameters.
+    """One row of the report of `shrink`: axes of parameters that are pruned, or kept, together.
 
     Attributes:
-        parameters: the axes of parameters that the row describes. The attribute is a tuple with one
-            string for each axis, such as "head/kernel (0)" for axis 0 of the parameter
+        parameters: the axes, each a string such as "head/kernel (0)" for axis 0 of the parameter
             "head/kernel".
-        size, kept: the number of indices before the removal (`size`) and after it (`kept`). For
-            example, if `shrink` removes attention heads from a kernel axis of size heads *
-            head_dim, `size` and `kept` are numbers of heads.
-        reason: the reason why no indices were removed from the axes, or "" if indices were removed.
+        size, kept: the number of indices before and after. Where attention heads are removed from
+            an axis of size heads * head_dim, these are numbers of heads.
+        reason: why no indices were removed, or "" if some were.
     """
 
     parameters: tuple[str, ...]
@@ -42,24 +40,20 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class ShrinkReport:
-    """A report of what `shrink` removed and what it could not remove. `print` shows the report as a
-    table.
-
-    Attributes:
-        axes: the rows of the report, which describe axes of parameters. The first rows describe the
-            axes from which `shrink` removed indices. The other rows describe the axes that keep all
-            their indices.
-        parameters: a pair, the number of parameters before and after the removal.
-        flops: a pair, the number of FLOPs before and after the removal of channels, heads and
-            hidden units.
-        seconds: a pair, the time before and after the removal, as estimated by the roofline model
-            of the chip. `seconds` is None if `shrink` was called without `seconds=`.
-        chip: the name of the chip, or "" if `shrink` was called without `seconds=`.
+    """What `shrink` removed, and what it could not remove. `print` shows it as a table.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
     >>> shrunk = compress.shrink(model, model.init(jax.random.key(0), x)[0], x, fraction=0.5)
     >>> shrunk.report.parameters
     (50, 26)
+
+    Attributes:
+        axes: the rows: first the axes from which indices were removed, then those that keep all.
+        parameters: the number of parameters before and after.
+        flops: the number of FLOPs before and after.
+        seconds: the time before and after, estimated by the chip's roofline model, or None if
+            `shrink` was called without `seconds=`.
+        chip: the name of the chip, or "" without `seconds=`.
     """
 
     axes: tuple[Axes, ...]
@@ -90,26 +84,23 @@ class ShrinkReport:
 class Shrunk:
     """The result of `shrink`.
 
-    Attributes:
-        f: a function with the same arguments as the original function. Call `f` with the `params`
-            and the `state` of this `Shrunk`. The batch size and the keyword arguments of `f` may
-            differ from those of the example arguments. The function `f` can be differentiated,
-            compiled and batched.
-        params, state: the parameters and the state without the removed indices. `state` is None if
-            the original function was called without state.
-        model: a model of the same class as the original model. The fields of `model`, such as the
-            width, have smaller values than those of the original model. For the shapes and keyword
-            arguments of the example, `model` has the same program as the function `f` of this
-            `Shrunk`. With other keyword arguments, `model` may differ from `f` if the class
-            computes with its fields, for example with the square root of its width only in
-            training: `f` keeps the original constants. `model` is None if `shrink` finds no such
-            model.
-        report: what was removed and what could not be removed, a `ShrinkReport`.
-
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
     >>> shrunk = compress.shrink(model, model.init(jax.random.key(0), x)[0], x, fraction=0.5)
     >>> shrunk.f(shrunk.params, jnp.ones((5, 3))).shape, shrunk.params["0"]["kernel"].shape
     ((5, 2), (3, 4))
+
+    Attributes:
+        f: a function with the arguments of the original one, for these `params` and this `state`.
+            It can be differentiated, compiled and batched, and called with another batch size or
+            other keyword arguments than the example.
+        params, state: without the removed indices. `state` is None if the original function was
+            called without state.
+        model: a smaller model of the original's class, with smaller fields such as its width, that
+            has the same program as `f` for the shapes and keyword arguments of the example; None if
+            `shrink` finds none. With other keyword arguments it may differ from `f`, which keeps
+            the original constants, if the class computes with its fields: for example with the
+            square root of its width only in training.
+        report: a `ShrinkReport`.
     """
 
     f: Callable
@@ -140,70 +131,52 @@ def shrink(
         shrunk = compress.shrink(model, params, x, state=state, fraction=0.5)    # with BatchNorm
         y, state = shrunk.f(shrunk.params, x, state=shrunk.state, train=True)
 
-    f is traced. If several axes of parameters must have equal sizes, these axes form a group. For
-    example, the channels between two convolutions and the channels of the normalization in between
-    are one group. Arrays that are added by residual connections have the same number of channels,
-    so their channels are one group. In an attention layer, the head axes of the query, key, value
-    and output kernels form a group, so a head is removed from all four kernels. A key/value head is
-    removed together with the query heads that use it. From each group of axes, the indices with the
-    lowest scores are removed in all parameters of the group.
+    f is traced to find groups of parameter axes that must have equal sizes: the channels between
+    two convolutions and of the normalization in between, all that a residual connection adds, the
+    heads of the query, key, value and output kernels of an attention layer (a key/value head goes
+    with the query heads that use it). From each group, the indices with the lowest scores are
+    removed.
 
-    The result of the shrunk function equals that of f with the removed parameters set to zero. An
-    axis is pruned only if removing indices from the axis has the same effect as setting the
-    parameters at these indices to zero. For example, LayerNorm averages over the features, so the
-    axis of these features is not pruned. The inputs and results of f keep their shapes, so a pruned
-    classifier keeps all input features and all classes. For each axis that is not pruned, `report`
-    states the reason. If a reshape splits a parameter axis into several axes, such as heads and
-    features per head, `shrink` prunes only the first of the resulting axes that can be pruned.
-
-    Exactly one of `fraction`, `flops` and `seconds` is required.
+    The shrunk function equals f with the removed parameters set to zero. Where removing would
+    change more than that, nothing is removed, and `report` states why: LayerNorm averages over its
+    features, and the inputs and results of f keep their shapes, so a classifier keeps all of its
+    input features and classes. Of the axes into which a reshape splits a parameter's axis, such as
+    heads and features per head, only the first that can be pruned is. docs/compress.md has measured
+    speedups.
 
     Args:
-        f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. f is traced
-            again in each call of the shrunk function, so apply `jax.jit` to the shrunk function.
+        f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. Each call of
+            the shrunk function traces f again, so apply `jax.jit` to it.
         params: a tree of arrays.
-        *args, **kwargs: example arguments of f. For `score="magnitude"`, the example arguments may
-            be `jax.ShapeDtypeStruct`s. If a keyword argument `state` is passed, f must return
-            (result, new state). Channels that are removed from the parameters are also removed from
-            `state`, for example from the statistics of BatchNorm.
-        fraction: the fraction of indices (such as channels) that `shrink` keeps in each group of
-            axes, between 0 and 1. The number of indices to keep is rounded up to an integer.
-        flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by
-            `cost.count`. `shrink` removes as few indices (such as channels) as possible to
-            satisfy the limit `flops`. The fraction of the indices to keep is the same for all
-            pruned axes, except for axes that have their own fraction in `keep`.
-        seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the
-            roofline model.
-            As with `flops`, `shrink` removes as few indices as possible to satisfy the limit
-            `seconds`. The sizes of the axes after the removal are multiples of the tile sizes of
-            the chip's matrix units.
-        chip: the chip on which the time is estimated for the limit `seconds`: a `Chip`, a JAX
-            device, or the name of a device kind. Default: the local chip.
-        score: the score by which indices (such as channels) are ranked. With "magnitude" (the
-            default), the score of an index is the mean square of the parameters at this index. With
-            "taylor", the score of an index is the mean square of w * dL/dw over all parameters w at
-            this index, where dL/dw is the derivative of `loss` with respect to w. With
-            "activations", the score of an index is the mean square of the activations that are
-            multiplied by the parameters at this index. The activations are computed from the
-            example arguments.
-        loss: a function that maps the result of f to a scalar, for `score="taylor"`. Default None.
-        keep: {pattern: fraction of the indices to keep}. A pattern is a regular expression that
-            matches the whole path of a parameter, or the first parts of the path. If a pattern
-            matches the path of a parameter, the fraction `keep[pattern]` applies to all axes of
-            this parameter, and to the axes of other parameters that are pruned together with these
-            axes. If several patterns match, the first pattern applies. With the fraction 1, all
-            indices are kept. Default None.
+        *args, **kwargs: example arguments of f; for `score="magnitude"`, they may be
+            `jax.ShapeDtypeStruct`s. With a keyword argument `state`, f must return (result, new
+            state), and removed channels are removed from the state too.
+        fraction: the fraction of indices to keep in each group, between 0 and 1; their number is
+            rounded up. Exactly one of `fraction`, `flops` and `seconds` is required.
+        flops: the maximum FLOPs for the example arguments, as `cost.count` counts them. As few
+            indices as possible are removed, the same fraction from all pruned axes (except those
+            in `keep`).
+        seconds: the maximum time on `chip`, in seconds, as the roofline model estimates it. As for
+            `flops`; the remaining sizes are multiples of the tile sizes of the chip's matrix units.
+        chip: for `seconds`: a `Chip`, a JAX device, or the name of a device kind. Default: the
+            local chip.
+        score: how indices are ranked, by the mean square of the parameters w at an index
+            ("magnitude", the default), of w * dL/dw with L = `loss` ("taylor"), or of the
+            activations that are multiplied by them, for the example arguments ("activations").
+        loss: a function from the result of f to a scalar, for `score="taylor"`. Default None.
+        keep: {pattern: fraction of indices to keep}; 1 keeps all. A pattern is a regular expression
+            that matches the whole path of a parameter, or its first parts; the first that matches
+            applies. It holds for all axes of the parameter, and for those of others that are pruned
+            together with them. Default None.
 
     Returns:
         `Shrunk(f, params, state, model, report)`.
 
     Raises:
-        ValueError: none or several of `fraction`, `flops` and `seconds` are set, or a fraction is
-            not between 0 and 1. `ValueError` is also raised if the limit `flops` or `seconds`
-            cannot be reached, if a pattern in `keep` matches no parameter, if no index can be
-            removed, if a score is NaN or infinite, or if `score` is "activations" and no
-            activations are multiplied by parameters along an axis from which indices can be
-            removed.
+        ValueError: none or several of `fraction`, `flops` and `seconds` are set, a fraction is not
+            between 0 and 1, the limit cannot be reached, a pattern in `keep` matches no parameter,
+            no index can be removed, a score is NaN or infinite, or no activations are multiplied by
+            parameters along an axis that could be pruned (`score="activations"`).
         TypeError: a parameter is an implicit array, such as a quantized array.
 
     Source: Li et al. (2017), Pruning Filters for Efficient ConvNets; Molchanov et al. (2017),
