@@ -1,16 +1,18 @@
-"""Runs a training step on many devices, although the step was written for one device.
-
-`plan` selects the shardings of the step's arrays, and `feed` distributes the batches over the
-devices.
+"""Runs a training step on many devices, although it was written for one.
 
     from fnet import parallel
 
-    plan = parallel.plan(step, init, batch)
+    plan = parallel.plan(step, init, batch)          # how to divide the step's arrays
     print(plan)
     state = plan.init(jax.random.key(0))
     step = plan.jit(step)
 
+    for batch in parallel.feed(batches, plan):       # the batches, on their devices
+        state, metrics = step(state, batch)
+
     print(parallel.compare(step, init, batch, ["RTX 2080 Ti", "TPU v2-8"]))      # side by side
+
+The guide is docs/parallel.md.
 """
 
 from fnet.parallel._channel import PeersGone

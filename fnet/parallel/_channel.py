@@ -26,10 +26,9 @@ _numbers = itertools.count()
 
 
 class PeersGone(RuntimeError):
-    """Raised by `feed` if another process of the run is late or has ended.
+    """Raised by `feed` if another process of the run is late or has ended; the message names it.
 
-    The error message names the late or missing process. A process that receives `PeersGone` can
-    exit without waiting for the late or missing process.
+    The process that receives it can exit without waiting for the other one.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.zeros(4)}, np.zeros((8, 4), "float32"))

@@ -22,58 +22,48 @@ _AHEAD = 2  # batches that are prepared in advance
 def feed(
     batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, timeout: float = 300.0
 ) -> Iterator[Any]:
-    """Yields batches for a step that runs on many devices. In a run of several processes, each
-    process provides some of the rows of each batch.
+    """Yields batches whose rows lie on the devices of a plan.
 
         for batch in parallel.feed(batches, plan):
             state, metrics = step(state, batch)
 
-    Every batch that `feed` yields has the shape of the plan's batch, which is the batch that was
-    passed to `parallel.plan`. Therefore, the step is compiled only once. Each process provides a
-    fixed share of the rows of every batch, namely the rows that are stored on the devices of the
-    process. If a batch has fewer rows than the process must provide, such as the last batch of an
-    epoch, `feed` pads the batch with copies of its last row. `batch["weight"]`, a float32 array
-    [rows], is 0 for the copied rows, so a mean with these weights ignores the copies. If the plan's
-    batch has the leaf "weight" and a given batch does not, `feed` adds this leaf, with the value 1
-    for the rows of the given batch.
+    Each process passes its own rows, those that its devices hold, and every batch that comes out
+    has the shape of the plan's batch, so that the step is compiled once. A batch with fewer rows,
+    such as the last of an epoch, is padded with copies of its last row, for which
+    `batch["weight"]`, a float32 array [rows], is 0: a mean with these weights ignores them. If the
+    plan's batch has the leaf "weight" and yours does not, `feed` adds it.
 
-    In a run of several processes, the processes communicate while the current step runs: they tell
-    each other whether they have a batch for the next step. If the step reads `batch["weight"]`, a
-    process without further batches provides rows of weight 0 until all processes have finished. In
-    a run of one process, the calling thread transfers the next batch while the device runs the
-    previous step.
+    In a run of several processes, these tell each other during the current step whether they have a
+    batch for the next one. If the step reads `batch["weight"]`, a process that has run out provides
+    rows of weight 0 until all have finished. In one process, the calling thread transfers the next
+    batch while the device runs the previous step.
 
     Args:
-        batches: an iterable of batches. A batch is a tree of NumPy arrays with the structure of the
-            plan's batch, and contains only the rows of this process. For reproducible results, the
-            iterable must yield the batches in the same order in every run. Leaves without axes,
-            such as a PRNG key, must be equal in all processes. The iterable may overwrite the
-            arrays of a batch when its next batch is requested.
-        plan: the result of `parallel.plan`. Its devices must be attached.
-        drop_remainder: if True, batches with fewer rows than the process must provide are omitted
-            instead of padded, and the iteration ends as soon as one process has no more batches.
-            Pass True if the step does not read `batch["weight"]`. Default False.
-        timeout: the number of seconds that a process waits for the slowest process, including the
-            time that the slowest process needs to compile the step. Default 300.
+        batches: an iterable of batches, trees of NumPy arrays with the structure of the plan's
+            batch and only the rows of this process. For reproducible results, its order must be the
+            same in every run. Leaves without axes, such as a PRNG key, must be equal in all
+            processes. The arrays may be overwritten when the next batch is requested.
+        plan: the result of `parallel.plan`, for devices that are attached.
+        drop_remainder: skip short batches instead of padding them, and end as soon as one process
+            has no more. Pass True if the step does not read `batch["weight"]`. Default False.
+        timeout: how long to wait for the slowest process, in seconds, the compilation of its step
+            included. Default 300.
 
     Yields:
-        Trees of `jax.Array`s with the structure of the plan's batch and with the plan's shardings.
+        Trees of `jax.Array`s with the structure of the plan's batch and the plan's shardings.
 
     Raises:
-        ValueError: a batch has more rows than this process must provide, or differs in leaves,
-            shapes or dtypes from the batch that was passed to `parallel.plan`. ValueError is also
-            raised if a batch must be padded but the step does not read `batch["weight"]`. If the
-            shape of a leaf is wrong, the error message names the leaf, its shape and the number of
-            rows that this process must provide.
-        PeersGone: another process did not answer within `timeout` seconds, has ended, or has left
-            the loop over the batches. The error message names the other process. A process that is
-            blocked in a step cannot raise PeersGone, and therefore prints the message to stderr and
-            exits.
+        ValueError: a batch has too many rows, or other leaves, shapes or dtypes than the plan's
+            batch; the message names the leaf, its shape and the number of rows to pass. Also if a
+            batch must be padded but the step does not read `batch["weight"]`.
+        PeersGone: another process did not answer within `timeout`, has ended, or has left the loop;
+            the message names it. A process that is blocked in a step cannot raise, so it prints the
+            message to stderr and exits.
         TypeError: `batches` is not iterable.
 
-    Source: `jax.make_array_from_process_local_data`. If processes have unequal numbers of rows,
-    PyTorch's DistributedSampler repeats or drops examples. In PyTorch's context manager Join, a
-    process without data still takes part in collectives.
+    Source: `jax.make_array_from_process_local_data`. With unequal numbers of rows, PyTorch's
+    DistributedSampler repeats or drops examples, and in PyTorch's Join a process without data still
+    takes part in collectives.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.ones(3)}, jnp.ones((8, 3)), devices=jax.devices()[:1])

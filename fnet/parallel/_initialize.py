@@ -22,38 +22,35 @@ def initialize(
     heartbeat_timeout: int = 100,
     shutdown_timeout: int = 300,
 ) -> None:
-    """Connects this process with the other processes of a run. After the call, `jax.devices()`
-    lists the devices of all processes.
+    """Connects the processes of a run, so that `jax.devices()` lists the devices of all.
 
         parallel.initialize()                                    # on TPU slices, with Slurm, Open MPI or Kubernetes
         parallel.initialize("10.0.0.1:1234", 16, process_id)     # elsewhere: each process passes its index
 
-    Every process must call `initialize` before any other use of JAX. `initialize` has no effect if
-    the run has only one process, or if the process called it before. Pass `coordinator_address`,
-    `num_processes` and `process_id` together. Omit all three arguments if JAX can detect their
-    values (see `jax.distributed.initialize`).
+    Call it in every process, before any other use of JAX. In a run of one process, and when called
+    again, it does nothing. Pass the first three arguments together, or none of them if JAX can
+    detect their values (see `jax.distributed.initialize`).
 
     Args:
         coordinator_address: the address of process 0 as "host:port", such as "10.0.0.1:1234".
         num_processes: the number of processes in the run.
         process_id: the index of this process, from 0.
-        local_device_ids: the indices of the devices of this machine that this process uses. Default
-            None: JAX selects the devices.
-        initialization_timeout: the number of seconds within which all processes must start and
-            connect. Default 600.
-        heartbeat_timeout: if a process sends no heartbeat for this number of seconds, JAX assumes
-            that the process has ended, and ends the other processes. Default 100.
-        shutdown_timeout: the number of seconds that a finished process waits for the other
-            processes. Default 300.
+        local_device_ids: the indices of this machine's devices that this process uses. Default
+            None: JAX selects them.
+        initialization_timeout: the seconds within which all processes must start and connect.
+            Default 600.
+        heartbeat_timeout: the seconds without a heartbeat after which JAX takes a process for dead
+            and ends the others. Default 100.
+        shutdown_timeout: the seconds that a finished process waits for the others. Default 300.
 
     Raises:
-        ValueError: `process_id` is out of range, the address is not host:port, or a timeout is less
-            than 1. ValueError is also raised if only one or two of `coordinator_address`,
-            `num_processes` and `process_id` are given, and JAX cannot detect the missing values.
+        ValueError: `process_id` is out of range, the address is not host:port, a timeout is less
+            than 1, or only one or two of the first three arguments are given and JAX cannot detect
+            the rest.
         RuntimeError: the process has already used JAX, or JAX cannot connect to process 0.
-        TimeoutError: not all processes connected within `initialization_timeout`. The error message
-            names this process and the address of process 0. If a timeout occurs in
-            `jax.distributed.initialize`, JAX ends the process without a TimeoutError.
+        TimeoutError: not all processes connected within `initialization_timeout`. The message names
+            this process and the address of process 0. (`jax.distributed.initialize` would end the
+            process instead.)
 
     >>> parallel.initialize()    # no effect in a run of one process
     """

@@ -28,19 +28,18 @@ _BITS = {"pred": 8, "token": 0}
 
 
 class Transfer(NamedTuple):
-    """One collective operation (a transfer between chips) of a compiled program or of an estimate.
+    """One collective, a transfer between chips, of a compiled program or of an estimate.
 
     Attributes:
-        collective: the kind of the collective, such as "all-reduce", "all-gather",
-            "reduce-scatter", "all-to-all" or "collective-permute".
-        scope: the path of the named scopes (`jax.named_scope`) that contain the operation, or "" if
-            XLA does not state the path. An operation of the backward pass has the path of the
-            corresponding forward operation. "conv/avoid_split_image_convolution" is a transfer with
-            which the layer "conv" avoids a wrong result of XLA, and the name of that in
-            `findings/`.
-        bytes: the size in bytes of the collective's result on one chip.
-        group: the number of chips that take part in the collective.
-        times: the number of times that one run of the program runs this collective.
+        collective: its kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
+            "collective-permute" and so on.
+        scope: the path of the named scopes around it (`jax.named_scope`), that of the forward
+            operation also in the backward pass; "" if XLA does not state it.
+            "conv/avoid_split_image_convolution" is a transfer with which the layer "conv" avoids a
+            wrong result of XLA, whose script in `findings/` has that name.
+        bytes: the size of its result on one chip.
+        group: the number of chips that take part.
+        times: how often one run of the program runs it.
 
     >>> transfer = parallel.Transfer("all-reduce", "head", 1_000_000, group=4, times=2)
     >>> transfer.sent                                          # 2 (4 - 1) / 4 of the bytes, twice
@@ -55,9 +54,8 @@ class Transfer(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """The number of bytes that one chip sends for this collective in one run of the program.
-        The chips are assumed to use the algorithm that sends the fewest bytes (Chan et al., 2007,
-        Collective communication, section 4).
+        """The bytes that one chip sends for it in one run of the program, with the algorithm that
+        sends the fewest (Chan et al., 2007, Collective communication, section 4).
         """
         n = self.group
         share = {
@@ -71,9 +69,8 @@ class Transfer(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives (transfers between chips) of a program. The function `parallel.ledger`
-    returns the
-    `Ledger` of a compiled program. `str()` returns a table of the collectives by kind and scope.
+    """All transfers between chips in a program, the result of `parallel.ledger`. It prints as a
+    table by kind and scope.
 
     Attributes:
         transfers: a `Transfer` for each collective.
@@ -87,13 +84,12 @@ class Ledger(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """The number of bytes that one chip sends in one run of the program."""
+        """The bytes that one chip sends in one run of the program."""
         return sum(transfer.sent for transfer in self.transfers)
 
     @property
     def bytes(self) -> dict[str, int]:
-        """A dict {kind of collective: bytes}. For each kind of collective, the dict contains the
-        total size of the results on one chip in one run of the program."""
+        """{kind of collective: bytes}, the size of all its results on one chip in one run."""
         found = collections.Counter()
         for transfer in self.transfers:
             found[transfer.collective] += transfer.bytes * transfer.times
@@ -120,18 +116,18 @@ class Ledger(NamedTuple):
 
 
 def ledger(program: jax.stages.Compiled | str) -> Ledger:
-    """Lists the collectives of a compiled program (its transfers between chips), with the bytes
-    that each chip sends. A collective in a loop is counted once for each iteration.
+    """Lists the transfers between chips in a compiled program, with the bytes that each chip sends.
 
         print(parallel.ledger(jax.jit(step).lower(state, batch).compile()))
+
+    A collective in a loop counts once for each iteration, or once in all if XLA does not know how
+    many there are. Of a conditional, all branches count.
 
     Args:
         program: a compiled program, or the text of its HLO after partitioning.
 
     Returns:
-        A `Ledger`, which `print` shows as a table. If XLA does not know the number of iterations of
-        a loop, the collectives of one iteration are counted. For a conditional, the collectives of
-        all branches are counted.
+        A `Ledger`.
 
     Raises:
         ValueError: the text is not an HLO module.

@@ -24,22 +24,18 @@ from fnet.parallel._targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A strategy that `parallel.plan` compared, and the memory, transfers and time of a step under
-    this strategy.
+    """One strategy that `parallel.plan` compared, with its costs.
 
     Attributes:
-        options: the strategy, a `Strategy` object. The property `strategy` is the name of the
-            strategy.
-        persistent: the bytes of the state in each chip's memory, including padding.
-        arguments: the bytes of the state and of the batch in each chip's memory, including padding.
-        exact: True if `persistent` and `arguments` are exact, False if they are estimated.
+        options: the strategy, a `Strategy`; the property `strategy` is its name.
+        persistent: the bytes of the state in each chip's memory, padding included.
+        arguments: the same for the state and the batch together.
+        exact: whether `persistent` and `arguments` are exact, or else estimated.
         estimate: the peak memory and the transfers, estimated from the jaxpr of the step.
         compiled: the peak memory and the transfers of the compiled program, or None if the step was
-            not compiled with the candidate's strategy.
-        time: the times of a step at the chips' peak rates. `time.seconds` is a lower bound on the
-            time of a step.
-        verdict: for the selected strategy, a text that begins with "chosen"; for another strategy,
-            the reason why it was not selected.
+            not compiled with this strategy.
+        time: the times of a step at the chips' peak rates; `time.seconds` is a lower bound.
+        verdict: why the strategy was not chosen, or a text that begins with "chosen".
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -63,8 +59,7 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """The peak memory of each chip in bytes. The peak is read from the compiled program if the
-        step was compiled with the candidate's strategy, and estimated otherwise."""
+        """The peak memory of each chip in bytes, of the compiled program if there is one."""
         return (
             self.compiled.peak
             if self.compiled and self.compiled.peak is not None
@@ -73,8 +68,7 @@ class Candidate:
 
     @property
     def ledger(self) -> Ledger:
-        """The transfers between chips. The transfers are read from the compiled program if the step
-        was compiled with the candidate's strategy, and estimated otherwise."""
+        """The transfers between chips, of the compiled program if there is one."""
         return (
             self.compiled.ledger
             if self.compiled and self.compiled.ledger is not None
@@ -84,27 +78,22 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The shardings of a step's arrays, the result of `parallel.plan`. `print(plan)` shows a table
-    of the strategies that were compared.
+    """How a step is divided: the result of `parallel.plan`. `print(plan)` compares the strategies.
 
     Attributes:
-        target: the devices for which the plan was made, a `Target` that contains the type of the
-            chips and the number of devices.
-        mesh: the mesh of the devices, a `Mesh`. The mesh is an `AbstractMesh` if programs cannot be
-            compiled for the devices.
-        options: the selected strategy, a `Strategy` object. The property `strategy` is the name of
-            the strategy.
+        target: the devices, a `Target` with the kind of chip and the number of devices.
+        mesh: their `Mesh`, or an `AbstractMesh` if programs cannot be compiled for them.
+        options: the chosen strategy, a `Strategy`; the property `strategy` is its name.
         state, batch: the shardings of the state and of the batch, trees of `NamedSharding`s.
         candidates: a `Candidate` for each strategy that was compared.
-        replicated: a tuple (path, shape, reason) for each leaf of the state that cannot be split,
-            although the strategy splits the state. Each chip has a complete copy of a replicated
-            leaf.
+        replicated: (path, shape, reason) for each leaf of the state that the strategy would split
+            but cannot. Each chip has a complete copy of it.
         shapes: the shapes and dtypes of the batch, a tree of `jax.ShapeDtypeStruct`s.
-        axes: the names of the mesh axes over which the rows of the batch are split.
+        axes: the mesh axes over which the rows of the batch are split.
         unused: the paths of the batch's leaves that the step does not read.
         avoided: an `Avoided` for each equation of the step that XLA would divide wrongly on this
-            mesh, although `plan.jit` makes it right: the rows of the table of such operations, the
-            scope, and the bytes of the arrays that each device holds without splitting them.
+            mesh and that `plan.jit` makes right: the names of the faults, the scope, and the bytes
+            of the arrays that each device holds unsplit for it.
         init_fn: the function `init` that was passed to `parallel.plan`.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
@@ -150,9 +139,9 @@ class Plan:
 
     @property
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """Estimates of the largest batches that fit on one chip: a tuple of pairs (strategy, number
-        of rows). The tuple contains one pair for each of several strategies. The tuple is empty if
-        the plan is for several devices, or if the memory of the chip is unknown."""
+        """Estimates of the largest batches that fit on one chip, as pairs (strategy, number of
+        rows). Empty if the plan is for several devices, or if the memory of the chip is unknown.
+        """
         return self._find_largest() if self._find_largest else ()
 
     @property
@@ -160,9 +149,7 @@ class Plan:
         return next(each for each in self.candidates if each.options == self.options)
 
     def init(self, key: jax.Array) -> Any:
-        """Creates the state `init(key)` with the plan's shardings. Each device creates only its own
-        part of the
-        state."""
+        """Creates the state `init(key)`. Each device creates only its own part."""
         self._check_attached("init")
 
         def init(key):
@@ -172,9 +159,9 @@ class Plan:
         return jax.jit(init, out_shardings=self.state)(key)
 
     def place(self, state: Any) -> Any:
-        """Copies an existing state to the devices with the plan's shardings, for example a state
-        that was read from a file. A step donates only the copy of the state, so the original arrays
-        remain valid."""
+        """Copies an existing state, such as one from a file, to the devices. A step donates only
+        the copy, so the original arrays remain valid.
+        """
         self._check_attached("place")
         if jax.tree.structure(state) != jax.tree.structure(self.state):
             raise ValueError(
@@ -193,28 +180,25 @@ class Plan:
             )
 
     def jit(self, step: Callable) -> Callable:
-        """Compiles the training step `step(state, batch) -> (state, metrics)` for the plan's
-        devices.
+        """Compiles `step(state, batch) -> (state, metrics)` for the plan's devices.
 
             plan = parallel.plan(step, init, batch)
             state = plan.init(jax.random.key(0))
             step = plan.jit(step)
             state, metrics = step(state, batch)
 
-        The step is written for one device and receives the whole batch. Means over the batch,
-        including batch statistics, are computed over the rows of all devices. Up to rounding, the
-        results of the step are therefore equal to its results on one device. The compiled step
-        donates the state that is passed to it, and the new state has the plan's shardings.
+        The step sees the whole batch, as on one device: means and batch statistics run over the
+        rows of all devices, so that its results are equal up to rounding. The state that you pass
+        is donated; the new one has the plan's shardings.
 
         Args:
             step: the step that was passed to `parallel.plan`.
 
         Returns:
-            The compiled step, a function with the methods `lower` and `trace` of a `jax.jit`
-            function. The batches that are passed to the compiled step may be NumPy arrays. The
-            compiled step raises ValueError if the devices are not attached, or if the sharding of
-            an array differs from the plan's sharding. ValueError is also raised if the number of
-            rows is not a multiple of the number of devices that share the batch.
+            The compiled step, with the methods `lower` and `trace` of a `jax.jit` function. Its
+            batches may be NumPy arrays. It raises ValueError if the devices are not attached, if
+            the sharding of an array is not the plan's, or if the number of rows is not a multiple
+            of the number of devices that share the batch.
         """
         compiled = jax.jit(
             on_mesh(self, self._applied(step)),
@@ -251,14 +235,14 @@ class Plan:
         return self.options.applied(step, mesh, self.axes)
 
     def objection(self, state: Any, batch: Any) -> str | None:
-        """Returns the reason why the step cannot be called with this state and batch, or None if it
-        can be called."""
+        """Why the step cannot be called with this state and batch, or None if it can."""
         return _check.call(self, state, batch)
 
     def explain(self) -> str:
-        """Returns a table of the strategies that were compared, as text. The table contains the
-        reason why each strategy was selected or rejected. In the table, each cost of a strategy is
-        marked as "exact", as "compiled" (read from the compiled program) or as "estimated"."""
+        """Returns the table of the strategies that `print(plan)` shows, with the reason for each
+        choice. Each cost is marked as "exact", "compiled" (read from the compiled program) or
+        "estimated".
+        """
         return _explain.table(self)
 
     __str__ = explain

@@ -44,100 +44,54 @@ def plan(
     rules: Mapping[str, tuple[str | None, ...]] | None = None,
     compile: bool = True,
 ) -> Plan:
-    """Selects a sharding strategy with which a step runs on many devices. The step is written for
-    one device.
+    """Decides how to divide a training step over many devices. The step is written for one device.
 
         plan = parallel.plan(step, init, batch)
-        print(plan)
+        print(plan)                                 # every strategy, its costs, and the choice
         state = plan.init(jax.random.key(0))
         step = plan.jit(step)
 
-    `plan` estimates from the jaxpr of the step how much memory each strategy needs, and how many
-    bytes the chips send to each other. If the step can be compiled for the devices, `plan` uses the
-    memory and the number of sent bytes of the compiled program instead of the estimates. The
-    devices need not be attached, and no arrays are allocated.
-
-    `plan` first discards the strategies that do not fit into memory. Second, `plan` determines the
-    smallest number of bytes that any of the remaining strategies sends, and discards the strategies
-    that send over 5 % more bytes than this minimum. Third, `plan` discards each strategy whose
-    estimated time is over 5 % longer than the shortest estimated time of the remaining strategies.
-    Finally, `plan` selects the simplest remaining strategy that needs at most half of the memory of
-    a device. If all remaining strategies need more than half of the memory of a device, `plan`
-    selects the remaining strategy that needs the least memory.
-
-    The strategies are:
-
-    - "data": with data parallelism, each device has the whole state (the parameters and the state
-      of the optimizer).
-
-    - "zero1": the optimizer's state is split over the devices, but each device has all parameters
-      (Rajbhandari et al., 2020, ZeRO, stage 1).
-
-    - "fsdp": the parameters and the optimizer's state are split over the devices, and a parameter
-      is gathered each time the step uses it (ZeRO, stage 3; Zhao et al., 2023, PyTorch FSDP).
-
-    - "fsdp+pins": the whole state is split as with "fsdp", and sharding constraints (pins) keep the
-      activations split along the batch axis. Without sharding constraints on the activations, XLA
-      may sum activations over all chips instead of gathering weights.
-
-    - "explicit": on a mesh with explicit axes, the state and the activations are split as `init`
-      and the step state in their types. `plan` selects this strategy, and compares no others, if
-      the types of the state that `init` creates on the mesh split it, or if the step or `init`
-      cannot be traced for one device.
-
-    Whether "fsdp" or "fsdp+pins" sends fewer bytes depends on the model, so the step is compiled
-    with both. If no strategy fits into memory, `plan` tries each strategy with "+remat": the
-    backward pass recomputes activations, as with `ft.rematerialize`. If no strategy with "+remat"
-    fits into memory, `plan` also adds "+microbatches=N", where N is 2, 4 or a larger power of two.
-    With N microbatches, the batch is processed in N slices, one after another. For microbatches,
-    the step must have a keyword argument `microbatches` that it passes to `ft.microbatch`.
+    Memory decides first, then the bytes that the chips send to each other, then time. If nothing
+    fits, `plan` recomputes activations ("+remat") and then also divides the batch into slices
+    ("+microbatches=N"). Costs are read from the compiled program if the step can be compiled for
+    the devices, and estimated from its jaxpr otherwise. The devices need not be attached, and no
+    arrays are allocated. docs/parallel.md explains the strategies, the choice and the accuracy of
+    the estimates.
 
     Args:
-        step: a function `step(state, batch) -> (state, metrics)`, written for one device.
-        init: a function `init(key) -> state`. The model's parameters must be `state.params`,
-            `state["params"]` or `state[0]`.
-        batch: a batch, or a tree of the shapes and dtypes of a batch. The first axis of each leaf
-            contains the rows, which are the examples of the batch. Leaves without axes, such as a
-            key, have no rows.
-        devices: "local", a list of devices, or the name of devices that need not be attached.
-            "local" means all devices of this run. A name specifies a slice of TPUs ("v5e:16x16", or
-            "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8" for four machines with eight GPUs each),
-            a chip ("RTX 3080"), or a system ("dgx-1"). Default "local". To compile for TPUs that
-            are not attached, install libtpu (`pip install libtpu`). With JAX's CUDA
-            plugin, `plan` can also compile for two types of GPUs that are not attached: A100 SXM4
-            80GB and H100 SXM5 80GB. If the step cannot be compiled for the devices, the returned
-            plan contains only estimates, and the printed plan states this.
-        strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and
-            "+microbatches=N". If `strategy` is "auto", all strategies are compared. If `strategy`
-            is "fsdp", the strategies "fsdp" and "fsdp+pins" are compared. Default "auto".
-        mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. The batch is split
-            over the axis "data". The length of one axis may be -1. It is then computed from the
-            number of devices. If `mesh` lacks the axis "data", the length of this axis is computed
-            from the number of devices. By default, all devices of a TPU slice or GPU machine lie
-            along "data", and the slices or machines lie along another axis, "slice". The state is
-            split over the devices of a slice or machine, and each slice or machine has a complete
-            state. Between slices or machines, only sums over the batch, such as gradients, are
-            sent. Or a `jax.sharding.Mesh` or `AbstractMesh` with the axis "data", whose axes keep
-            their types: `jax.make_mesh` makes explicit axes by default. A `Mesh` also states the
-            devices. Without a mesh of JAX, the axes have the type Auto.
-        rules: rules for tensor parallelism, a dict. A key is a regular expression that matches the
-            complete path of a parameter, such as "blocks/fc/kernel". A value is a tuple that
-            contains, for each axis of the parameter, the name of the mesh axis over which this axis
-            is split, or None. `parallel.rules` creates the dict `rules` from the axis names that
-            layers define. Default None (no rules).
-        compile: whether the step is compiled. If False, memory and transfers are only estimated. An
-            estimate takes seconds, for any number of chips. Default True.
+        step: `step(state, batch) -> (state, metrics)`. For microbatches it needs a keyword argument
+            `microbatches`, which it passes to `ft.microbatch`.
+        init: `init(key) -> state`. The parameters must be `state.params`, `state["params"]` or
+            `state[0]`.
+        batch: a batch, or its shapes and dtypes. The first axis of each leaf contains the rows (the
+            examples); leaves without axes, such as a key, have none.
+        devices: "local" (default: all devices of this run), a list of devices, or a name: a slice
+            of TPUs ("v5e:16x16", "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8" for four machines
+            with eight each), a chip ("RTX 3080") or a system ("dgx-1").
+        strategy: one of `parallel.STRATEGIES`, optionally with "+remat" and "+microbatches=N".
+            "auto" (default) compares them all, "fsdp" compares "fsdp" and "fsdp+pins".
+        mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}, where one may be
+            -1. The batch is split over "data", which is computed if absent, and over "slice", an
+            axis that several slices or machines get by default. Or a `jax.sharding.Mesh` or
+            `AbstractMesh` with an axis "data", whose axes keep their types; a `Mesh` also states
+            the devices.
+        rules: tensor parallelism, as a dict: a regular expression for the complete path of a
+            parameter, such as "blocks/fc/kernel", to a tuple with a mesh axis or None for each of
+            its axes. `parallel.rules` makes it from the axis names of layers.
+        compile: whether to compile the step. An estimate alone takes seconds, for any number of
+            chips. Default True.
 
     Returns:
         A `Plan`.
 
     Raises:
-        ValueError: the strategy or the chip is unknown, the number of rows is not a multiple of the
-            number of devices, a rule matches no parameter, the step changes the structure of the
-            state, or no strategy fits into memory. If no strategy fits into memory, the error
-            message lists the largest arrays. A ValueError is also raised if the mesh has no axis
-            "data", or if a strategy for one device, or rules, are given for a step that states its
-            own shardings.
+        TypeError: `step` or `init` is not a function.
+        ValueError: no strategy fits into memory (the error lists the largest arrays); the strategy
+            or the chip is unknown; the rows are not a multiple of the devices; a rule matches no
+            parameter; the mesh has no axis "data"; the step changes the structure of the state; or
+            a step that states its own shardings gets rules or a strategy for one device.
+
+    Source: Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}

@@ -13,27 +13,23 @@ Rules = Mapping[str, tuple[str | None, ...]]
 
 
 def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...]]:
-    """Creates the argument `rules` of `plan` from logical axis names, the names that layers give to
-    the axes of their parameters.
+    """Makes the argument `rules` of `plan` from the names that layers give to the axes of
+    parameters.
 
         plan = parallel.plan(step, init, batch, mesh={"data": -1, "tensor": 4},
                              rules=parallel.rules(model.spec(x)[0], {"heads": "tensor", "mlp": "tensor"}))
 
     Args:
-        spec: the first result of `model.spec(x)`, a tree of `ParamSpec`s that describe the
-            parameters of the model.
-        axes: {logical axis name: mesh axis}. If the logical name of a parameter's axis is a key of
-            `axes`, this axis is split over the corresponding mesh axis. If several axes of a
-            parameter would be split over the same mesh axis, only the first of these axes is split.
+        spec: the first result of `model.spec(x)`, a tree of `ParamSpec`s.
+        axes: {name of a parameter's axis: mesh axis over which it is split}. Of several axes of a
+            parameter that would lie on the same mesh axis, only the first is split.
 
     Returns:
-        A dict with a rule for each parameter that has an axis with one of the names in `axes`. A
-        key is the path of a parameter, in which special characters of regular expressions are
-        escaped. A value is a tuple that contains, for each axis of the parameter, the name of a
-        mesh axis or None.
+        A dict with a rule for each parameter that has such an axis: its path, escaped for use as a
+        regular expression, and a tuple with a mesh axis or None for each axis.
 
     Raises:
-        ValueError: a logical axis name in `axes` occurs in no parameter.
+        ValueError: no parameter has an axis with one of the names.
 
     >>> from fnet import layers as nn, parallel
     >>> spec = nn.Dense(8, axes=("embed", "mlp")).spec(jax.ShapeDtypeStruct((2, 4), "float32"))

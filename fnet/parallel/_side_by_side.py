@@ -34,26 +34,22 @@ class Figure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnChips:
-    """A column of the table that `compare` returns: the estimated properties of a training step on
-    one kind of chips.
+    """One column of `compare`'s table: a training step on one kind of chips.
 
     Attributes:
-        name: the name of the chips that was passed to `compare`.
+        name: the name that was passed to `compare`.
         target: the kind and the number of the chips.
         policy: the dtypes that `hardware.policy` selects for the chips, a `hardware.Policy`.
         count: the FLOPs and bytes of the step, a `cost.Count`.
-        time: the times of a step at the chips' peak rates. `time.seconds` is a lower bound on the
-            time of a step.
-        peak: the estimated number of bytes that the step needs on each JAX device.
+        time: the times of a step at the chips' peak rates; `time.seconds` is a lower bound.
+        peak: the bytes that the step needs on each JAX device, estimated.
         memory: the bytes of memory of each JAX device, or None if unknown.
-        rows: two estimates of the largest number of rows in a batch with which the step fits into
-            memory: without and with `ft.rematerialize`. `rows` is None if the size of the memory is
-            unknown.
-        units: the unit in which the size of a batch is stated, and the number of units in a batch,
-            such as ("images", 32).
+        rows: the largest numbers of rows that fit into memory, without and with `ft.rematerialize`,
+            estimated; None if the memory is unknown.
+        units: in what the size of a batch is stated, and how many a batch has, such as ("images",
+            32).
         watts: the power of all chips together in watts, or None if unknown.
-        values: for each known price of the chips, a `hardware.Value`, which contains the FLOP per
-            dollar at this price.
+        values: a `hardware.Value`, with the FLOP per dollar, for each known price of the chips.
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -77,22 +73,23 @@ class OnChips:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step, without `ft.rematerialize`, fits into the memory of each JAX device.
-        The value is None if the size of the device memory is unknown."""
+        """Whether the step fits into the memory of each device without `ft.rematerialize`, or None
+        if the memory is unknown.
+        """
         return None if self.memory is None else self.peak <= ROOM * self.memory
 
     def watt_hours(self, steps: float) -> float | None:
-        """Returns the energy of `steps` steps in watt-hours. Each step is assumed to take
-        `time.seconds` (a lower bound), and the chips are assumed to use their full power. The
-        result is None if the power or the time is unknown."""
+        """The energy of `steps` steps in watt-hours, or None if the power or the time is unknown.
+        Each step takes `time.seconds`, a lower bound, at full power.
+        """
         if self.watts is None or not self.time.seconds:
             return None
         return self.watts * self.time.seconds * steps / 3600
 
     def dollars(self, steps: float) -> float | None:
-        """Returns the cost of renting the chips for `steps` steps, in dollars. Each step is assumed
-        to take `time.seconds`, a lower bound on its time. The result is None if the price per hour
-        or the time is unknown."""
+        """The rent for `steps` steps in dollars, or None if the hourly price or the time is
+        unknown. Each step takes `time.seconds`, a lower bound.
+        """
         hourly = next((value.price.usd for value in self.values if value.price.per == "hour"), None)
         if hourly is None or not self.time.seconds:
             return None
@@ -109,11 +106,10 @@ class OnChips:
         )
 
     def figures(self, steps: float, period: str) -> dict[str, Figure]:
-        """Returns the column of the comparison table for one kind of chips, as a dict {quantity:
-        `Figure`}. Each `Figure` contains the value of the quantity as text, and a word that states
-        how this value is known, such as "estimated". Energy and rental cost are given for `steps`
-        steps. `period` is the text with which the table describes the number of steps, such as
-        "1,000 steps"."""
+        """Returns the column as {quantity: `Figure`}: its value as text, and how it is known, such
+        as "estimated". Energy and rent are for `steps` steps, which the table calls `period`, such
+        as "1,000 steps".
+        """
         chip, time = self.target.chip, self.time
         peak = chip.peak(self.count.dtype) if self.count.dtype else None
         names = ("as written", "recomputed")
@@ -165,16 +161,12 @@ class OnChips:
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide:
-    """The result of `compare`. `str()` returns a table with a column for each name that was passed
-    to `compare`.
+    """The result of `compare`, which prints as a table with a column for each name.
 
     Attributes:
-        columns: a tuple with an `OnChips` (the estimates for one kind of chips) for each name that
-            was passed to `compare`.
-        steps: the number of steps for which the table states the energy and the rental cost of the
-            chips.
-        period: the text that describes `steps` in the table. The text is either "1,000 steps" or
-            "epoch".
+        columns: an `OnChips` for each name that was passed to `compare`.
+        steps: the number of steps for which energy and rent are stated.
+        period: the name of `steps` in the table, "1,000 steps" or "epoch".
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -189,9 +181,9 @@ class SideBySide:
     period: str
 
     def table(self) -> list[list[str]]:
-        """Returns the rows of the table as lists of text. A row contains the name of a quantity,
-        its basis (such as "estimated"), and its value for each column of `columns`. The first row
-        of the table is the heading."""
+        """Returns the rows of the table as lists of text, the heading first: the name of a
+        quantity, its basis (such as "estimated"), and its value in each of the `columns`.
+        """
         figures = [column.figures(self.steps, self.period) for column in self.columns]
         rows = [["", "basis", *(column.name for column in self.columns)]]
         quantities = list(dict.fromkeys(name for each in figures for name in each))
@@ -222,8 +214,9 @@ class SideBySide:
         return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
     def notes(self) -> list[str]:
-        """Returns the lines below the table of `compare`, which explain the figures and cite the
-        prices' sources."""
+        """Returns the lines below the table, which explain the figures and cite the prices'
+        sources.
+        """
         notes = [
             "FLOPs are exact (convolutions: padding included). The best possible time is the "
             "longest of compute,",
@@ -254,25 +247,21 @@ def compare(
     precision: str = "auto",
     examples: int | None = None,
 ) -> SideBySide:
-    """Compares the estimated time, memory and cost of the same training step on several chips. The
-    chips need not be attached, and nothing is compiled or run.
+    """Compares the time, memory and cost of one training step on several chips.
 
         print(parallel.compare(step, init, batch, ["RTX 2080 Ti", "TPU v2-8", "h100:8"]))
 
-    If a name specifies several devices, `compare` assumes data parallelism: each device has the
-    whole state and a part of the batch.
+    The chips need not be attached, and nothing is compiled or run. A name with several devices
+    means data parallelism: each device has the whole state and a part of the batch.
 
     Args:
-        step, init, batch: the functions `step(state, batch) -> (state, metrics)` and `init(key) ->
-            state`, and a batch or its shapes, as for `plan`.
+        step, init, batch: as for `plan`.
         chips: names of chips, systems or slices, as for the argument `devices` of `plan`.
-        precision: the dtypes of the step. With "auto" (default), `hardware.policy` selects the
-            dtypes for each chip, and `ft.autocast` converts the step to mixed precision with these
-            dtypes. With "float32", "bfloat16" or "float16", `ft.autocast` converts the step to this
-            dtype for all chips. With "as written", the step is not changed.
-        examples: the number of rows in an epoch. If `examples` is given, the table states the
-            energy and the rental cost of an epoch. If `examples` is None (default), the table
-            states the energy and the rental cost of 1,000 steps.
+        precision: "auto" (default) casts the step with `ft.autocast` to the dtypes that
+            `hardware.policy` selects for each chip; "float32", "bfloat16" or "float16" casts it to
+            this dtype for all chips; "as written" leaves it alone.
+        examples: the rows of an epoch, for the energy and rent of an epoch. Default None: those of
+            1,000 steps.
 
     Returns:
         A `SideBySide`, a table in which each number is marked as exact, published, derived,

@@ -25,17 +25,14 @@ MOST = 64  # maximum number of microbatches
 
 
 class Strategy(NamedTuple):
-    """A strategy for running a step on many devices. `plan` explains the strategies. `str()`
-    returns the name of the strategy.
+    """A way to run a step on many devices. `str()` is its name; docs/parallel.md explains them.
 
     Attributes:
-        state: how the state is split over the devices: "data" (not split), "zero1" (only the
-            optimizer's state is split), "fsdp" (all of the state is split) or "explicit" (as init
-            and the step state it themselves).
+        state: what of the state is split: "data" (nothing), "zero1" (the optimizer's state), "fsdp"
+            (everything) or "explicit" (what init and the step state themselves).
         pins: whether sharding constraints keep the activations split along the batch axis.
         remat: whether the backward pass recomputes activations instead of reading stored ones.
-        microbatches: the number of microbatches, which are slices of a batch that are processed one
-            after another.
+        microbatches: the number of slices of a batch that are processed one after another.
 
     >>> str(parallel.Strategy("fsdp", pins=True, remat=True))
     'fsdp+pins+remat'
@@ -62,10 +59,10 @@ class Strategy(NamedTuple):
     def applied(
         self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()
     ) -> Callable:
-        """Returns `step`, rewritten for the strategy. If `mesh` is None or has only one device,
-        activations get no sharding constraints, and sums over the batch are not moved out of loops.
-        `axes` are the mesh axes over which the batch is split. Only for the strategy "explicit",
-        the axes of `mesh` may be explicit."""
+        """Returns `step`, rewritten for the strategy. Without a mesh, or with a single device,
+        there are neither pins nor sums that move out of loops. `axes` are the mesh axes over which
+        the batch is split. Only for "explicit" may the axes of `mesh` be explicit.
+        """
         if self.microbatches > 1:
             step = functools.partial(step, microbatches=self.microbatches)
         step = rematerialize(step) if self.remat else step
