@@ -8,10 +8,10 @@
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
     pretrained.save(model, params, state, "folder")                      # with config.json, for transformers
 
-`load` raises an error if the file lacks an array of the model or contains an unexpected key (name
-of an array). The error lists up to eight missing or unexpected keys. `load` checks the shapes of
-all arrays. The arrays keep the dtypes of the file unless you pass `dtype=`. Files are
-memory-mapped, and each array is copied once. Pickles are never opened.
+`load` accepts a file only if all of its keys (names of arrays) and all arrays of the model fit
+together, shapes included; an error lists up to eight keys that do not. Arrays keep the dtypes of
+the file unless you pass `dtype=`. Files are memory-mapped, each array is copied once, and pickles
+are never opened.
 """
 
 from __future__ import annotations
@@ -82,55 +82,50 @@ def load(
     """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a
     folder or a preset.
 
-    If the weights are not given by a path, `load` searches fnet's cache (~/.cache/fnet) and Hugging
-    Face's cache. If neither fnet's nor Hugging Face's cache has the weights, `load` downloads them
-    from Hugging Face's hub into Hugging Face's cache (this needs `pip install huggingface_hub`). `load`
-    downloads only config.json, generation_config.json, preprocessor_config.json, the files of the
-    tokenizer and *.safetensors, but no pickles or code. The next call of `load` continues an
-    interrupted download, without downloading complete files again. Each downloaded file must have
-    the checksum that the hub lists. The environment variables HF_ENDPOINT, HF_HOME and
-    HF_HUB_OFFLINE are respected.
+        model, params, state = pretrained.load("HuggingFaceTB/SmolLM2-135M")     # a repository or a folder
+        model, params, state = pretrained.load("resnet50")                       # a preset
+        params, state = pretrained.load(model, "model.safetensors")              # your model
 
-    If you pass a folder or repository, its config.json (of transformers or timm) determines the
-    model. If you pass a model or a preset, `load` compares it with the config.json next to the
-    weights, if this file exists. Every field of config.json must agree with the model, or be known
-    to have no effect on the forward pass.
+    Weights that are not at a path are looked up in fnet's cache (~/.cache/fnet), then in Hugging
+    Face's, and finally downloaded to the latter with `pip install huggingface_hub`: configurations,
+    the files of the tokenizer and *.safetensors, but no pickles or code. Each downloaded file must
+    have the checksum that the hub lists. HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
+
+    For a folder or a repository, its config.json (of transformers or timm) determines the model. A
+    model or a preset is compared with the config.json beside the weights, if there is one: every
+    field must agree with the model, or be known to have no effect on the forward pass. The page
+    "Models" of the guide lists what is supported.
 
     Args:
-        model: a model, or the source of one: a folder with a config.json, a repository of
-            Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a preset
-            ("resnet50").
-        path: the weights for a model or a preset: a safetensors file, a folder with a safetensors
-            file or with shards and their index, a folder name in ~/.cache/fnet, or a repository of
-            Hugging Face's hub. In a folder with several sets of weights, such as a new
-            model.safetensors beside older shards, name the file or the index. A `Model` object
-            requires `path`. For a preset, the default of `path` is the weights of the preset.
+        model: a model, or the source of one: a folder with a config.json, a repository of Hugging
+            Face's hub, or the name of a preset.
+        path: the weights for a model (required) or a preset (default: its own): a safetensors file,
+            a folder with one or with shards and their index, the name of a folder in ~/.cache/fnet,
+            or a repository. In a folder with several sets of weights, such as a new
+            model.safetensors beside older shards, name the file or the index.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
-        names: the framework that defines the parameter names in the file. The framework is a key of
-            the model's `NAMES`, such as "torchvision". Default: the framework is detected from the
-            names in the file.
+        names: the framework that wrote the names in the file, a key of the model's `NAMES` such as
+            "torchvision". Default: detected from the names.
         check_config: whether to compare the model with config.json.
         revision: a branch, tag or commit of the repository. Default: the revision in the cache, or
-            "main" if the cache does not contain the repository. `pretrained.revision(name)` returns
-            the commit.
+            else "main". `pretrained.revision(name)` returns the commit.
 
     Returns:
         `(params, state)` for a model, and `(model, params, state)` for a folder, a repository or a
-        preset. `params` and `state` have the structure that `model.init` returns, with
-        `jax.Array`s. `state` is `{}` if the model has none.
+        preset. Both trees have the structure that `model.init` returns, with `jax.Array`s. `state`
+        is `{}` if the model has none.
 
     Raises:
         FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message
             says what to download.
-        OSError: a download was interrupted (the next call continues it), or the checksum of a
-            downloaded file is wrong.
-        ValueError: the file is damaged, is not a file of weights, has missing or unexpected keys,
-            or has an array of another shape than in the model. Also if a folder has several sets of
-            weights, or a download that is not complete. ValueError is also raised if config.json
-            has unknown fields, or if a field
-            of the model differs from the value that config.json or the weights require.
-        TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or
-            JAX does not support the resulting dtype (float64 without jax_enable_x64).
+        OSError: a download was interrupted (the next call continues it and keeps complete files),
+            or a checksum is wrong.
+        ValueError: the file is damaged or no file of weights, has missing or unexpected keys, or an
+            array of another shape; the folder has several sets of weights, or an incomplete
+            download; config.json has unknown fields; or a field of the model differs from what
+            config.json or the weights require.
+        TypeError: `dtype` or the dtype of an array is not a floating-point dtype, or JAX does not
+            support the resulting one (float64 without jax_enable_x64).
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -160,42 +155,39 @@ def save(
     like: str | os.PathLike | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Writes the parameters and the state of a model to a file or folder that the original
-    framework can load.
+    """Writes parameters and state to a file or folder that the original framework can load.
 
-    `save` is the inverse of `load`. If `path` is a folder, `save` also writes a config.json,
-    provided that the format of transformers or timm can describe the model. From this config.json,
-    `load` creates a model with the same fields, except those that config.json does not contain,
+        pretrained.save(model, params, state, "folder", like="original/folder")      # for transformers or timm
+
+    A folder also gets a config.json, if the format of transformers or timm can describe the model.
+    From it, `load` creates the same model, except for fields that config.json does not contain,
     such as `dropout`. Arrays keep their dtypes.
 
     Args:
         model: the model.
-        params, state: the parameters and the state, as returned by `load` or `model.init`. `state`
-            is `{}` if the model has none. Implicit arrays, such as the quantized arrays of
-            `compress`, are written as the arrays that they represent.
+        params, state: as returned by `load` or `model.init`; `state` is `{}` if the model has none.
+            Implicit arrays, such as the quantized ones of `compress`, are written as the arrays
+            that they represent.
         path: the folder, or the file *.safetensors to write.
-        names: the framework that defines the parameter names to write. The framework is a key of
-            the model's `NAMES`. Default: the framework that matches the model's configuration, if
-            exactly one framework does.
-        like: a file or folder of weights, whose array names and metadata are used for the new file,
-            or None (default). The new file also gets the arrays of `like` that the model does not
-            need (such as num_batches_tracked in PyTorch). If `like` and `path` are folders, `save`
-            also copies generation_config.json, the files of the tokenizer, and the fields of
-            config.json that do not affect the output.
-        max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a
-            string such as "5GB". Weights larger than `max_shard_size` are split into several files
-            (shards) with an index, model.safetensors.index.json. An array that is larger than
-            `max_shard_size` has a file of its own.
+        names: the framework whose names to write, a key of the model's `NAMES`. Default: the one
+            that matches the model's configuration, if there is exactly one.
+        like: a file or folder of weights (default: None), whose names and metadata the new file
+            takes over, together with the arrays that the model does not need (such as
+            num_batches_tracked in PyTorch). From folder to folder, `save` also copies
+            generation_config.json, the files of the tokenizer, and the fields of config.json that
+            do not affect the output.
+        max_shard_size: the maximum size of a file in a folder, in bytes or as a string such as
+            "5GB". Larger weights are split into shards with an index, model.safetensors.index.json;
+            a larger array gets a file of its own.
 
     Returns:
         The path of the file, or of the index of the shards.
 
     Raises:
-        ValueError: the names or shapes in `params` or `state` do not match the model. Without
-            `names` and `like`, exactly one framework must match the model's configuration.
-            ValueError is also raised if `save` would replace the config.json of a training run, or
-            if the folder `path` has the config.json of another model and the formats of
-            transformers and timm cannot describe the new model.
+        ValueError: the names or shapes in `params` or `state` do not match the model; without
+            `names` and `like`, no framework matches its configuration, or several do; or a
+            config.json is in the way: that of a training run, or that of another model where no
+            format describes the new one.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -237,18 +229,16 @@ def save(
 
 
 def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
-    """Returns the model of the preset `name`, with the values of fields (such as epsilon) that the
-    weights require.
+    """Returns the model of a preset, with the values of fields that its weights require.
 
-    Weights from different frameworks may need different field values, which the shapes of the
-    arrays do not show. For example, ResNet-50 needs an epsilon of 1e-3 for Keras' weights and of
-    1e-5 for torchvision's weights.
+    Shapes do not show these values: Keras' weights of ResNet-50 need an epsilon of 1e-3,
+    torchvision's 1e-5.
 
     Args:
         name: the preset, such as "resnet50".
-        path: the weights, as in `load`. Default: the weights of the preset.
-        changes: new values of model fields, which override both the preset and the requirements of
-            the weights.
+        path: the weights, as in `load`. Default: those of the preset.
+        changes: values of fields, which override both the preset and the requirements of the
+            weights.
 
     Returns:
         The model.
@@ -270,8 +260,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
 
 
 def names_of(model: Model, path: str | os.PathLike) -> str:
-    """Detects the framework of the parameter names in a file of weights. Returns a key of the
-    model's `NAMES`.
+    """Detects which framework named the arrays in a file of weights: a key of the model's `NAMES`.
 
         image = model.NAMES[pretrained.names_of(model, path)].image       # the preprocessing for these weights
 
@@ -290,10 +279,10 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
 
 
 def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
-    """Returns the local path of the weights that `load` would read.
+    """Returns the local path of the weights that `load` would read, and downloads them as `load`
+    does.
 
-    `name` is a path, the name of a preset, or a repository of Hugging Face's hub. If a repository
-    is neither in fnet's cache nor in Hugging Face's cache, `find` downloads it, as `load` does.
+    `name` is a path, the name of a preset, or a repository of Hugging Face's hub.
 
     Raises:
         FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message
@@ -310,13 +299,12 @@ def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
 
 
 def revision(name: str | os.PathLike) -> str | None:
-    """Returns the commit of weights from Hugging Face's hub, or None if the weights are not from
-    the hub.
-
-    `name` is a path, the name of a preset, or a repository, as in `find`.
+    """Returns the commit of weights from Hugging Face's hub, or None for other weights.
 
         path = pretrained.find("HuggingFaceTB/SmolLM2-135M")
         pretrained.revision(path)      # pass it as load(..., revision=) to read the same weights later
+
+    `name` is a path, the name of a preset, or a repository, as in `find`.
 
     >>> models.pretrained.revision("/cache/models--org--name/snapshots/93efa2f097d58c2a74874c7e644dbc9b0cee75a2")
     '93efa2f097d58c2a74874c7e644dbc9b0cee75a2'
