@@ -20,16 +20,13 @@ _NEVER = -1e9  # the score of an invalid text
 
 
 class Beams(NamedTuple):
-    """The output of `beam_search`. The texts of each prompt are sorted by score, the best text
-    first.
+    """The output of `beam_search`: for each prompt, the best text first.
 
     Attributes:
-        tokens: [batch, beams, max_tokens], the tokens of each text. Elements after the end of a
-            text are 0.
+        tokens: [batch, beams, max_tokens], the tokens of each text, with 0 after its end.
         lengths: [batch, beams], the number of tokens of each text before its stop token.
-        scores: [batch, beams], the score of each text: the sum of the log-probabilities of its
-            tokens, divided by (number of its tokens) ** length_penalty. The tokens of a text
-            include its stop token.
+        scores: [batch, beams], the sum of the log-probabilities of a text's tokens, divided by
+            (number of its tokens) ** length_penalty. Both count the stop token.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
@@ -56,29 +53,26 @@ def beam_search(
 ) -> Beams:
     """Continues each prompt with the highest-scoring texts that beam search finds.
 
-    Each iteration extends the best `beams` texts of each prompt by every possible token, and keeps
-    the best `beams` results. A text that ends with a stop token is finished and is not extended.
-    The beam search for a prompt ends after at most `max_tokens` tokens. The search ends before
-    `max_tokens` tokens if `beams` texts are finished and no unfinished text has a higher score than
-    the worst of these `beams` texts.
-
         best = models.beam_search(model, params, prompts, beams=4, max_tokens=50, stop=tokenizer.stop)
         print(tokenizer.decode(best.tokens[0, 0, :best.lengths[0, 0]]))
+
+    Each iteration extends the best `beams` texts of each prompt by every possible token, and keeps
+    the best `beams` results. A text that ends with a stop token is finished. The search ends after
+    `max_tokens` tokens, or once `beams` texts are finished and no unfinished text has a higher
+    score than the worst of them.
 
     Args:
         model, params, prompts, lengths, stop, dtype: as for `generate`.
         beams: number of texts that are kept for each prompt.
         max_tokens: the maximum number of tokens to generate.
-        length_penalty: the exponent of the text length in the score. The score of a text of n
-            tokens is the sum of the log-probabilities of the tokens, divided by n **
-            length_penalty. If `length_penalty` is 0, the score is the sum of the log-probabilities,
-            which favors short texts.
+        length_penalty: the exponent p in a text's score, the sum of the log-probabilities of its n
+            tokens divided by n ** p. 0 favors short texts.
 
     Returns:
         `Beams(tokens, lengths, scores)`. The texts of each prompt are sorted by their scores.
 
     Raises:
-        ValueError, TypeError: as for `generate`. ValueError is also raised if beams < 1.
+        ValueError, TypeError: as for `generate`. Also ValueError if beams < 1.
 
     Source: Wu et al. (2016), Google's Neural Machine Translation System, section 7. The length
     penalty is that of the library transformers.

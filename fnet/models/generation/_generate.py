@@ -26,17 +26,16 @@ _SMALLEST = (
 
 
 class Generated(NamedTuple):
-    """The output of `generate`. `Generated` is registered with `jax.export` as
-    "fnet.models.Generated".
+    """The output of `generate`, registered with `jax.export` as "fnet.models.Generated".
 
     Attributes:
-        tokens: [batch * samples, max_tokens], the generated tokens. Elements after the end of an
-            example are 0.
+        tokens: [batch * samples, max_tokens], the generated tokens, with 0 after the end of an
+            example.
         lengths: [batch * samples], the number of tokens of each example before its stop token, or
-            max_tokens if there is no stop token.
-        log_probs: [batch * samples, max_tokens], the model's log-probability of each token, before
-            penalties, temperature, top_k, top_p and min_p are applied. Elements after the end of an
-            example are 0.
+            max_tokens if it has none.
+        log_probs: [batch * samples, max_tokens], the log-probability of each token according to the
+            model, before penalties, temperature, top_k, top_p and min_p, with 0 after the end of an
+            example.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
@@ -92,70 +91,55 @@ def generate(
     lengths: jax.Array | None = None,
     dtype: Any = None,
 ) -> Generated:
-    """Generates a continuation of each prompt, one token at a time.
-
-    First, one call of the model processes all prompts except their last tokens, and stores the keys
-    and values in a cache. After the prompt, a `lax.while_loop` generates one token of every example
-    in each iteration, until all examples have stopped. One compiled program processes the prompts
-    and runs the loop. To reuse the program for similar lengths, `generate` pads the prompts:
-    without the last token, their padded length is a power of two or the context of the model. The
-    memory for new tokens has space for `max_tokens` tokens, rounded up to a power of two. The
-    compiled program is also reused for other values of the sampling options. Before the loop over
-    tokens, the compiled program copies the parameters, to cast them to `dtype` and to unstack the
-    blocks of a stacked model (see `unstack`). Each iteration of the loop reads every weight once
-    and updates the cache in place.
+    """Continues each prompt, one token at a time.
 
         out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
 
+    One call of the model processes the prompts except their last tokens; a `lax.while_loop` then
+    adds one token to every example until all have stopped, with keys and values in a cache. Both
+    are one compiled program, which serves calls of similar lengths (prompts and `max_tokens` are
+    rounded up to powers of two) and any values of the sampling options. It copies the parameters
+    once, to cast them to `dtype` and to unstack their blocks; if that takes too much memory, see
+    `unstack`.
+
     Args:
-        model: a decoder, such as GPT, Decoder or LSTMLanguageModel. `model(params, tokens,
-            lengths=, state=cache)` returns (logits [batch, time, vocab_size], cache), and
-            `model.cache` creates an empty cache.
+        model: a decoder, such as GPT, Decoder or LSTMLanguageModel.
+            `model(params, tokens, lengths=, state=cache)` returns (logits [batch, time,
+            vocab_size], cache), and `model.cache` creates an empty cache.
         params: the parameters of the model.
         prompts: integers [batch, time], at least one token in each example, padded on the right.
         key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example
-            depend on the index of the example in the batch and on the index of the token, but not
-            on the other examples.
+            depend on its index in the batch and on the index of the token, not on other examples.
         max_tokens: the maximum number of tokens to generate.
-        temperature: divisor of the logits, finite. With a temperature of 0, always the most
-            probable token is selected. A temperature that is traced by `jax.jit` must not be 0.
-        top_k: sample only from the k most probable tokens (Fan et al., 2018), an integer >= 1. With
-            more than the vocabulary has, the option has no effect. Tokens as probable as the k-th
-            are kept, too.
-        top_p: sample only from the smallest set of tokens whose probabilities add up to at least p
-            (Holtzman et al., 2020, nucleus sampling). `top_p` is applied after `top_k`. With 0,
-            only the most probable token is left; with 1, the option has no effect. Tokens as
-            probable as the last one of the set are kept, too.
-        min_p: sample only from tokens whose probability is at least min_p times the largest
-            probability (Nguyen et al., 2024). With 0, the option has no effect; with 1, only the
-            most probable tokens are left.
-        repetition_penalty: a factor for the logits of tokens that are in the prompt or were
-            generated before. Positive logits are divided by `repetition_penalty`, and negative
-            logits are multiplied by it (Keskar et al., 2019).
-        presence_penalty: a number that is subtracted once from the logits of tokens that were
-            generated before.
-        frequency_penalty: a number that is subtracted from the logit of a token for each time that
-            the token was generated before.
-        samples: number of texts to generate for each prompt. Each prompt is processed only once.
-            Row `i * samples + j` of the result is text j of prompt i.
+        temperature: divisor of the logits, finite. 0 takes the most probable token; a temperature
+            that is traced by `jax.jit` must not be 0.
+        top_k: sample only from the k most probable tokens (Fan et al., 2018), an integer >= 1. More
+            than the vocabulary has no effect. Tokens as probable as the k-th are kept, too.
+        top_p: after `top_k`, sample only from the smallest set of tokens whose probabilities add up
+            to at least p (Holtzman et al., 2020, nucleus sampling), from 0 (only the most probable
+            token) to 1 (no effect). Tokens as probable as the last one of the set are kept, too.
+        min_p: sample only from tokens whose probability is at least min_p times the largest (Nguyen
+            et al., 2024), from 0 (no effect) to 1 (only the most probable tokens).
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the
+            prompt or in the generated text (Keskar et al., 2019).
+        presence_penalty: subtracted once from the logits of generated tokens.
+        frequency_penalty: subtracted from the logit of a token for each time that it was generated.
+        samples: number of texts for each prompt, which is still processed only once. Row
+            `i * samples + j` of the result is text j of prompt i.
         stop: tokens that end an example.
-        lengths: integers [batch], the number of tokens of each prompt. By default, each prompt has
-            `time` tokens
-            (the size of the second axis of `prompts`).
+        lengths: integers [batch], the number of tokens of each prompt. Default: `time`.
         dtype: the dtype to which floating-point parameters are cast, and in which keys and values
-            are cached. Default: the dtype of the parameters. Use "bfloat16" on GPUs and TPUs,
-            because the time of an iteration on these devices depends on the number of bytes that
-            the iteration reads.
+            are cached. Default: that of the parameters. "bfloat16" is faster on GPUs and TPUs,
+            where the time of a token depends on the number of bytes that it reads.
 
     Returns:
         `Generated(tokens, lengths, log_probs)`, with tokens [batch * samples, max_tokens].
 
     Raises:
-        ValueError: the shape of `prompts` is not [batch, time], a value in `lengths` is not from 1
-            to `time`, or an option is outside its range. ValueError is also raised if a prompt and
-            `max_tokens` together exceed the model's context, or if `key` is None although tokens
-            are sampled.
+        ValueError: `prompts` are not [batch, time], a value in `lengths` is not from 1 to `time`,
+            an option is outside its range, a prompt and `max_tokens` together exceed the model's
+            context, or tokens are sampled without a key.
         TypeError: `prompts` are not integers.
 
     >>> from fnet import models

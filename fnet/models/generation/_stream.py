@@ -31,18 +31,16 @@ def stream(
     dtype: Any = None,
     **options: float | None,
 ) -> Iterator[np.ndarray]:
-    """Generates the same tokens as `generate`, and yields the next token of each example after each
-    iteration.
+    """Generates the tokens of `generate`, and yields one of each example at a time.
 
         for tokens in models.stream(model, params, prompts, max_tokens=100, temperature=0):
             print(tokens)
 
-    The arguments are the same as for `generate`. `stream` checks the arguments when the first token
-    is requested.
+    The arguments are those of `generate`, and are checked when the first token is requested.
 
     Yields:
-        An int32 array [batch * samples], the next token of each example, or -1 for each example
-        that has ended.
+        An int32 array [batch * samples], the next token of each example, or -1 for an example that
+        has ended.
 
     Raises:
         ValueError, TypeError: as for `generate`.
@@ -83,20 +81,17 @@ def stream_text(
         for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
             print(piece, end="", flush=True)
 
-    Each piece of the continuation ends with a complete character. Characters that may be the start
-    of a stop string are held back. Characters that were held back are yielded as soon as the text
-    after them shows that they do not belong to a stop string.
+    Each piece ends with a complete character. What may be the start of a stop string is held back
+    until the text after it shows that it is not.
 
     Args:
         model, params: as for `generate`.
-        tokenizer: a tokenizer, such as the result of `models.read_tokenizer`. The tokenizer has the
-            methods `encode` and `decode`, and its attribute `stop` contains the tokens that end a
-            text.
-        prompt: the text to continue. The prompt must have at least one token.
+        tokenizer: a tokenizer, such as the result of `models.read_tokenizer`: `encode`, `decode`,
+            and `stop`, the tokens that end a text.
+        prompt: the text to continue, of at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
-        stop: strings that end the text. The generated text ends before the first stop string. If
-            stop strings overlap in the text, the generated text ends before the stop string that is
-            completed first.
+        stop: strings that end the text. It ends before the first of them; where several overlap,
+            before the one that is completed first.
         options: `max_tokens` and other options of `generate`, except `samples` and `lengths`.
 
     Yields:

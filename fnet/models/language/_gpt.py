@@ -85,14 +85,16 @@ def _rules(ours, theirs="h.{i}"):
 
 
 class GPT(LanguageModel):
-    """A decoder of text: GPT-2 of any size.
+    """GPT-2 of any size, a decoder of text with learned positions.
 
-    The model has learned position embeddings. Each block has causal attention and an MLP. The
-    attention and the MLP each have a LayerNorm before them and a residual connection around them.
-    The default options are those of the published GPT-2, such as the tanh approximation of GELU,
-    and logits that are computed with the embedding table (tied logits). Kernels and embedding
-    tables are initialized with standard deviation 0.02. For the last kernel of each residual
-    branch, the standard deviation is 0.02 / sqrt(2 * depth).
+        model = models.GPT.preset("gpt2")
+        model = models.GPT(vocab_size=65, width=128, depth=4, heads=4, context=256)
+
+    Each block has causal attention and an MLP, each with a LayerNorm before it and a residual
+    connection around it. The defaults are those of the published GPT-2: GELU in its tanh
+    approximation, and logits from the embedding table. Kernels and embeddings are initialized with
+    standard deviation 0.02; for the last kernel of each residual branch, it is 0.02 / sqrt(2 *
+    depth).
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -108,18 +110,18 @@ class GPT(LanguageModel):
         tied: whether the logits are computed with the embedding table.
         activation: activation of the MLP: "gelu_tanh", "gelu", "silu" or "relu".
         scale_scores: whether the attention scores are divided by sqrt(width / heads).
-        scale_by_depth: whether the attention scores of block i = 1, 2, ... are also divided by i,
-            which keeps the scores small in low precision (as in Mistral of Stanford CRFM). If
-            `scale_by_depth` is True, XLA compiles each block separately, even if `stacked` is True.
+        scale_by_depth: whether the scores of block i = 1, 2, ... are also divided by i, which keeps
+            them small in low precision (as in Mistral of Stanford CRFM). XLA then compiles each
+            block separately, even if `stacked` is True.
 
     Inputs:
         tokens: integers [batch, time].
         lengths: integers [batch], the number of valid tokens in each example. Later tokens are
             padding. Default: all tokens are valid.
 
-    Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the
-    tokens continue the text in the cache, and the result is (logits, cache). `models.generate`
-    passes a cache to the model in each step.
+    Output: logits [batch, time, vocab_size]. With a cache from `model.cache` as `state`, as
+    `models.generate` passes it, the tokens continue the text in the cache, and the result is
+    (logits, cache).
 
     Source: Radford et al. (2019), Language Models are Unsupervised Multitask Learners.
 
