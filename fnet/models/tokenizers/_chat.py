@@ -44,20 +44,19 @@ _WITHOUT_TOKENS = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "Toke
 
 
 class ChatTemplate:
-    """The chat template of a model: a program that converts messages to text in the format of the
-    model's training.
+    """The chat template of a model, which converts messages to the text format of its training.
 
         template = models.ChatTemplate.read(folder)
         text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
 
-    Chat templates are programs in the template language Jinja (`pip install 'jinja2>=3.1.6'`). Chat
-    templates run in a sandbox without access to Python, files or the network, and with limits on
-    iterations and on the lengths of texts. As in transformers, templates may use loop controls,
-    `raise_exception`, `strftime_now`, `tojson` and `{% generation %}`.
+    Templates are programs in Jinja (`pip install 'jinja2>=3.1.6'`). They run in a sandbox without
+    access to Python, files or the network, and with limits on iterations and on the lengths of
+    texts. As in transformers, they may use loop controls, `raise_exception`, `strftime_now`,
+    `tojson` and `{% generation %}`.
 
     Args:
-        template: the template as a string, or several templates as {name: template}. With several
-            templates, `render` selects "default" or "tool_use" automatically.
+        template: the template as a string, or several as {name: template}, of which `render`
+            selects "default" or "tool_use".
         tokens: special tokens, which become variables of the template, such as bos_token="<s>".
 
     >>> template = ChatTemplate("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
@@ -83,10 +82,9 @@ class ChatTemplate:
     def read(cls, folder: str | os.PathLike) -> ChatTemplate:
         """Reads the chat template from a folder of weights.
 
-        If the folder contains a chat_template.jinja, the template is read from this file, and
-        further named templates are read from the subfolder additional_chat_templates. If the folder
-        contains no chat_template.jinja, templates are read from the field chat_template of
-        tokenizer_config.json. The special tokens are always read from tokenizer_config.json.
+        It comes from chat_template.jinja, with further named templates in the subfolder
+        additional_chat_templates, or else from the field chat_template of tokenizer_config.json.
+        Special tokens always come from tokenizer_config.json.
 
         Raises:
             FileNotFoundError: the folder has no chat template.
@@ -112,29 +110,29 @@ class ChatTemplate:
         name: str | None = None,
         **variables: Any,
     ) -> str:
-        """Converts a conversation to text with the template.
+        """Converts a conversation to text.
+
+        The text already contains the special tokens, so encode it with `special_tokens=False`.
 
         Args:
-            messages: the conversation, a list of {"role": "user", "content": "..."}. A template may
-                support further fields of a message. All values in a message must have JSON types.
+            messages: the conversation, a list of {"role": "user", "content": "..."}, with further
+                fields if the template knows them. All values must have JSON types.
             add_generation_prompt: whether to append the text with which an answer begins.
-            continue_final_message: whether the last message is the beginning of an answer, which
-                the text leaves open: it ends where the message ends. The name of a field of the
-                message, such as "reasoning_content", continues this field instead of "content".
+            continue_final_message: whether the last message is the beginning of an answer, at whose
+                end the text stops. The name of a field, such as "reasoning_content", continues that
+                field instead of "content".
             tools: JSON schemas of functions that the model may call.
             documents: a list of {"title": ..., "text": ...}, from which the model may quote.
-            name: the name of the template to use. Default: "tool_use" if `tools` is not empty and a
-                template of this name exists, otherwise "default".
+            name: the template to use. Default: "tool_use" if `tools` is not empty and there is a
+                template of this name, otherwise "default".
             variables: other variables of the template, such as enable_thinking=False for Qwen3.
 
         Returns:
-            The text. The rendered text already contains the special tokens, so pass
-            `special_tokens=False` when you encode it.
+            The text.
 
         Raises:
-            ValueError: the messages are not of the expected form, or the template rejects the
-                messages, fails, or exceeds a limit. Also if the template does not show the message
-                to continue.
+            ValueError: the messages are not of the expected form, or the template rejects them,
+                fails, exceeds a limit, or does not show the message to continue.
             TypeError: an argument of transformers' apply_chat_template that is no variable of a
                 template, such as `tokenize` or `return_tensors`.
             ModuleNotFoundError: jinja2 is not installed.
@@ -256,7 +254,7 @@ def chat(
     stop: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[str]:
-    """Answers a conversation, and yields the answer in pieces while it is generated.
+    r"""Answers a conversation, and yields the answer in pieces while it is generated.
 
         model, params, _ = pretrained.load(folder)
         tokenizer = models.read_tokenizer(folder)
@@ -267,10 +265,9 @@ def chat(
             answer += piece
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "When?"}]
 
-    The answer ends before the first token of `tokenizer.stop`. If the content of a message contains
-    the string of a special token, this string is encoded as that token, as in transformers. Remove
-    the strings of special tokens from the messages of untrusted users, because these users could
-    otherwise imitate another role, such as "system".
+    The answer ends before the first token of `tokenizer.stop`. As in transformers, the string of a
+    special token within a message is encoded as that token. Remove such strings from the messages
+    of untrusted users, who could otherwise imitate another role, such as "system".
 
     Args:
         model, params: as for `generate`.
@@ -289,13 +286,13 @@ def chat(
         The pieces of the answer, as strings.
 
     Raises:
-        ValueError, TypeError: as for `generate` and `ChatTemplate.render`. ValueError is also
-            raised if there is no chat template.
+        ValueError, TypeError: as for `generate` and `ChatTemplate.render`. Also ValueError if there
+            is no chat template.
 
-    >>> tokenizer = models.CharTokenizer("user: be or not to\\n")
+    >>> tokenizer = models.CharTokenizer("user: be or not to\n")
     >>> model = models.GPT(tokenizer.vocab_size, width=4, depth=1, heads=1, context=32)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), int))
-    >>> template = models.ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}")
+    >>> template = models.ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     >>> messages = [{"role": "user", "content": "to be or not"}]
     >>> len("".join(models.chat(model, params, tokenizer, messages, template=template, max_tokens=5, temperature=0)))
     5

@@ -20,26 +20,23 @@ _FIRST = _BYTES + 256  # the first piece of text
 
 
 class LlamaBPE:
-    """The tokenizer of llama2.c, a byte-pair encoding. The tokenizer repeatedly merges the pair of
-    neighboring tokens with the best score.
-
-    If several pairs of tokens have equal scores, the leftmost pair is merged first. A space is
-    added before the text. A character that is not in the vocabulary is encoded as the bytes of its
-    UTF-8 encoding.
+    """The tokenizer of llama2.c: byte-pair encoding, which merges the best-scoring neighbors first.
 
         tokenizer = LlamaBPE.read("tokenizer.bin")
         tokenizer.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
 
+    Of pairs with equal scores, the leftmost is merged first. A space is added before the text. A
+    character that is not in the vocabulary becomes its bytes in UTF-8.
+
     Args:
         pieces: all tokens in the order of their indices: <unk>, <s>, </s>, 256 tokens for the
-            bytes, then the pieces of text. The tokens for the bytes are named <0x00> to <0xFF>. In
-            old files, the tokens for the bytes are named by the characters with the code points 0
-            to 255.
-        scores: for each token in `pieces`, the score of a merge that results in this token.
+            bytes, then the pieces of text. The bytes are named <0x00> to <0xFF>, or in old files by
+            the characters with the code points 0 to 255.
+        scores: for each token in `pieces`, the score of a merge that results in it.
 
     Raises:
-        ValueError: the tokens with the indices 3 to 258 are not the 256 tokens for single bytes, or
-            `pieces` and `scores` have different lengths.
+        ValueError: the tokens 3 to 258 are not the 256 tokens for single bytes, or `pieces` and
+            `scores` have different lengths.
 
     Source: Karpathy's llama2.c, run.c (encode, decode) and tokenizer.py; Sennrich, Haddow and Birch
     (2016), Neural Machine Translation of Rare Words with Subword Units; Kudo and Richardson (2018),

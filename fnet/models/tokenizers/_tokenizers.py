@@ -141,27 +141,24 @@ class CharTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that uses Hugging Face's library tokenizers (`pip install tokenizers`).
+    """A tokenizer that runs in Hugging Face's library tokenizers (`pip install tokenizers`).
 
-    Use `HuggingFaceTokenizer` for vocabularies that fnet does not read itself.
-    `HuggingFaceTokenizer` ignores padding and truncation settings of the file, so `encode` returns
-    the tokens of the whole text. If a text contains the string of a special or added token, this
-    string is encoded as that token.
+    `encode` returns the tokens of the whole text, whatever padding and truncation the file sets.
+    The string of a special or added token within a text is encoded as that token. `stop` contains
+    the eos_token.
 
     Args:
-        path: one of the following files. Related files in the same folder are also read.
+        path: one of these files. Related files in the same folder are also read.
 
-            - tokenizer.json. A tokenizer_config.json in the same folder must not contradict
-              tokenizer.json.
+            - tokenizer.json. A tokenizer_config.json beside it must not contradict it.
             - vocab.json, next to merges.txt: the byte-level BPE of GPT-2, RoBERTa and Qwen.
             - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of
-              Llama, Gemma, T5 or XLM-R. The library sentencepiece reads the model (`pip install
-              sentencepiece protobuf`).
+              Llama, Gemma, T5 or XLM-R, which the library sentencepiece reads
+              (`pip install sentencepiece protobuf`).
 
-            For vocab.json and SentencePiece models, the class and the special tokens of the
-            tokenizer are read from tokenizer_config.json, special_tokens_map.json and
-            added_tokens.json. If no file states the class of the tokenizer, the class is determined
-            by the `model_type` in config.json. The attribute `stop` contains the eos_token.
+            For the last two, the class and the special tokens come from tokenizer_config.json,
+            special_tokens_map.json and added_tokens.json, and a class that none of them states from
+            the `model_type` in config.json.
 
     Raises:
         ModuleNotFoundError: the library tokenizers or sentencepiece is not installed.
@@ -294,28 +291,29 @@ def _check_tokenizer(wrong, text):
 
 
 def read_tokenizer(path: str | os.PathLike) -> Any:
-    """Reads a tokenizer from a file or from a folder of weights.
+    """Reads the tokenizer from a folder of weights, or from a file.
+
+        tokenizer = models.read_tokenizer(pretrained.find("HuggingFaceTB/SmolLM2-135M"))
+        tokens = tokenizer.encode("Once upon a time")
+
+    Of generation_config.json, only eos_token_id is read; pass the rest, such as temperature, to
+    `generate`.
 
     Args:
-        path: a tokenizer file or a folder. A tokenizer file must have one of the following names:
-            vocab.txt, tokenizer.bin, characters.json, tokenizer.json, vocab.json, tokenizer.model,
-            spiece.model or sentencepiece.bpe.model. In a folder, `read_tokenizer` looks for the
-            files in this order, and reads the first file that exists. The tokenizer is a
-            `WordPiece` for vocab.txt, a `LlamaBPE` for tokenizer.bin, a `CharTokenizer` for
-            characters.json, and a `HuggingFaceTokenizer` for all other tokenizer files.
+        path: a folder or a file. A folder is searched in this order: vocab.txt (`WordPiece`),
+            tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`), and, all for
+            `HuggingFaceTokenizer`, tokenizer.json, vocab.json, tokenizer.model, spiece.model,
+            sentencepiece.bpe.model. A file must have one of these names.
 
     Returns:
-        A tokenizer. `encode(text)` returns an int32 array [tokens], and `decode(tokens)` returns a
-        text. `encode(text, special_tokens=False)` adds no tokens before and after the text. The
-        attribute `vocab_size` is the number of tokens, and `stop` contains the tokens that end a
-        text. If `path` is a folder, `stop` includes the eos_token_id of generation_config.json, and
-        the tokenizer also has the attribute `chat_template`, a `ChatTemplate` or None. Other fields
-        of generation_config.json, such as temperature, are not read: pass them to `generate`.
+        A tokenizer. `encode(text)` returns an int32 array [tokens], and `decode(tokens)` a text.
+        `encode(text, special_tokens=False)` adds no tokens before and after the text. `vocab_size`
+        is the number of tokens, and `stop` contains those that end a text. From a folder, `stop`
+        includes eos_token_id, and `chat_template` is a `ChatTemplate` or None.
 
     Raises:
-        FileNotFoundError: the file does not exist, or the folder contains no file of a tokenizer.
-        ModuleNotFoundError: the tokenizer needs the library tokenizers or sentencepiece, which is
-            not installed.
+        FileNotFoundError: there is no such file, or the folder contains none of a tokenizer.
+        ModuleNotFoundError: the library tokenizers or sentencepiece is needed and not installed.
         ValueError: the file is damaged.
 
     >>> import json, pathlib, tempfile

@@ -19,18 +19,17 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class WordPiece:
-    """BERT's tokenizer, which splits each word from left to right into the longest pieces in the
-    vocabulary. It needs Hugging Face's library tokenizers (`pip install tokenizers`).
-
-    First, the text is normalized as in BERT. Control characters are removed, and each white-space
-    character becomes a space. Depending on the options of the tokenizer, Chinese characters become
-    separate words, accents are removed and letters become lowercase. The normalized text is split
-    into words at spaces and around every punctuation mark. All pieces of a word except the first
-    begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text contains the
-    string of a special token, such as [MASK], this string is encoded as that token.
+    """BERT's tokenizer: words, split from left to right into the longest pieces of a vocabulary.
 
         tokenizer = WordPiece.read("vocab.txt")
         tokenizer.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
+
+    It needs Hugging Face's library tokenizers (`pip install tokenizers`). The text is normalized as
+    in BERT: control characters are removed, and white space becomes spaces; options make each
+    Chinese character a word, remove accents, and lowercase. Words end at spaces and around every
+    punctuation mark. All pieces of a word but the first begin with ##, and a word that cannot be
+    split becomes [UNK]. The string of a special token within a text, such as [MASK], is encoded as
+    that token.
 
     Args:
         vocabulary: all tokens in the order of their indices, including [UNK], [CLS], [SEP] and
@@ -39,8 +38,8 @@ class WordPiece:
         strip_accents: whether accents are removed. Default: the value of `lowercase`.
         tokenize_chinese_chars: whether each Chinese character is a separate word.
         clean_up: whether `decode` removes the spaces in contractions and around single quotes.
-            Default: False. For both values of `clean_up`, `decode` removes the space before a
-            period, comma, question mark or exclamation mark.
+            Default: False. It always removes the space before a period, comma, question mark or
+            exclamation mark.
 
     Raises:
         ModuleNotFoundError: the library tokenizers is not installed.
@@ -105,16 +104,14 @@ class WordPiece:
 
         Args:
             path: the file.
-            lowercase: whether letters become lowercase. Default: the setting in
-                tokenizer_config.json or tokenizer.json in the same folder. Without
-                tokenizer_config.json and tokenizer.json, `lowercase` is True if the vocabulary
-                contains none of the letters A to Z. If you pass `lowercase`, tokenizer_config.json
-                and tokenizer.json are not read.
+            lowercase: whether letters become lowercase. Default: what tokenizer_config.json or
+                tokenizer.json in the same folder says, or, without either, True if the vocabulary
+                contains none of the letters A to Z. If you pass it, neither file is read.
 
         Raises:
-            ValueError: the file is not a vocab.txt; or tokenizer_config.json or tokenizer.json
-                describes another tokenizer, or has an unknown field. Also if no file states the
-                case, and the vocabulary has upper-case words, but none with the letters A to Z.
+            ValueError: the file is not a vocab.txt; tokenizer_config.json or tokenizer.json
+                describes another tokenizer, or has an unknown field; or no file states the case,
+                and the vocabulary has upper-case words, but none with the letters A to Z.
         """
         library(path)
         text = contents(path, most=SMALL)
