@@ -1,10 +1,11 @@
-"""Exports models to files that can be run without fnet.
-
-A program is traced once, and written as files of several kinds:
+"""Exports models to files that run without fnet and without your code.
 
     program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
     program.save("digits.fnet")                  # a bundle, which needs only JAX and NumPy
     logits = export.load("digits.fnet")(x)
+
+The same program can become an ONNX file, a LiteRT file or a web page; `docs/export.md` says which
+is for what, and how far each can be trusted.
 """
 
 from fnet._moved import moved_from

@@ -1,4 +1,4 @@
-"""Adds entry points (functions of a program) with which a server generates text."""
+"""The entry points with which a server generates text."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ from fnet.export._spec import spec, spec_of
 
 
 def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
-    """Returns the program with two more entry points (functions), with which `fnet serve` generates
-    text.
-
-    The new entry points are "prefill" and "decode". "prefill" reads several tokens of each text,
-    and "decode" reads one token of each text. The inputs of "prefill" and of "decode" are tokens
-    and a cache. Each of "prefill" and "decode" returns a dict {"logits": logits, "cache": cache},
-    which contains the logits of the last token, [batch, vocab_size], and the new cache. The
-    functions "prefill" and "decode" use the weights of the entry point "predict". For the first
-    call of "prefill" or "decode", all elements of the cache must be 0.
+    """Returns the program with the two entry points by which `fnet serve` generates text.
 
         program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <= 1024"))
         export.generation(program, gpt, context=1024).save("gpt.fnet", tokenizer="characters.json")
 
+    "prefill" reads several tokens of each text, and "decode" one. Both take tokens and a cache,
+    which is all 0 at first, and return {"logits": those of the last token, [batch, vocab_size],
+    "cache": the new cache}. They share the weights of "predict".
+
     Args:
         program: the program of the model, from `export.program`.
-        model: a decoder such as GPT, Decoder or LSTMLanguageModel. `model(params, tokens,
-            state=cache)` must return (logits [batch, time, vocab_size], cache), and `model.cache`
-            must create the cache.
-        context: the maximum number of tokens of a text, an integer.
+        model: a decoder such as GPT, Decoder or LSTMLanguageModel:
+            `model(params, tokens, state=cache)` returns (logits [batch, time, vocab_size], cache),
+            and `model.cache` makes the cache.
+        context: the maximum number of tokens of a text.
 
     >>> from fnet import export, models
     >>> gpt = models.GPT(vocab_size=7, width=4, depth=1, heads=1, context=8)

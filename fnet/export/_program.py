@@ -21,14 +21,15 @@ from fnet.export.standalone._signature import WIDE, converted
 
 
 class Program:
-    """The weights of a model, and its entry points (functions that are traced for symbolic sizes).
+    """The functions of a model, traced with size variables, and the weights that they share.
 
-    `export.program` creates a `Program`.
+    `export.program` makes one, with the entry point "predict". Add others with `entry`, and write
+    the program with `save`, `onnx` or `litert`.
 
     Attributes:
         entries: the entry points, {name: `Entry`}.
-        weights: the weights, {name: array}. The name of a weight begins with params/ or state/. An
-            array that a function closes over is also a weight; its name begins with constants/.
+        weights: the weights, {name: array}. Names begin with params/ or state/, or with constants/
+            for arrays that a function closes over.
 
     >>> model = nn.Dense(3)
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
@@ -41,21 +42,21 @@ class Program:
         self.entries, self.weights, self._trees = entries, weights, trees
 
     def entry(self, name: str, f: Callable, **specs: Any) -> Program:
-        """Returns the program with an additional entry point: a function of the same parameters and
+        """Returns the program with one more entry point, a function of the same parameters and
         state.
 
-        `Bundle.run` calls the function "preprocess" before "predict", and the function
+            text = text.entry("decode", decode, token=export.spec("b, 1", "int32"), cache=cache)
+
+        Two names have a meaning: `Bundle.run` calls "preprocess" before "predict", and
         "postprocess" after it.
 
         Args:
-            name: the name of the function in the program, a Python identifier such as "embed",
-                "decode" or "train_step".
+            name: its name, a Python identifier such as "embed", "decode" or "train_step".
             f: the function, as for `export.program`.
-            specs: the types of the inputs of f, as for `export.program`.
+            specs: the types of its inputs, as for `export.program`.
 
         Raises:
-            ValueError: the program already has a function of this name, or the name is not an
-                identifier.
+            ValueError: the program has this name already, or it is not an identifier.
         """
         if not name.isidentifier() or name in self.entries:
             what = "exists already" if name in self.entries else "must be a Python identifier"
@@ -64,8 +65,8 @@ class Program:
         return Program({**self.entries, name: entry}, {**self.weights, **constants}, self._trees)
 
     def call(self, name: str, *inputs: Any, weights: Mapping[str, Any] | None = None) -> list:
-        """Runs an entry point (a function of the program) in this process, and returns the leaves
-        of its output. The weights are those of the program unless others are passed."""
+        """Runs an entry point in this process and returns the leaves of its output. `weights`
+        replaces those of the program."""
         entry = self.entries[name]
         weights = self.weights if weights is None else weights
         return entry.compiled(
@@ -83,25 +84,25 @@ class Program:
         kernels: Sequence[str] = (),
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes a bundle: a file that contains the programs and weights, and can be loaded with
-        only JAX and NumPy.
+        """Writes a bundle, one file that holds the programs and the weights and is loaded with only
+        JAX and NumPy.
+
+            program.save("digits.fnet", labels=range(10))
 
         Args:
-            path: the file to write, such as "digits.fnet". An existing file is replaced atomically.
+            path: the file to write. An existing file is replaced atomically.
             labels: the names of the classes. Default None: no labels.
             tokenizer: a tokenizer to copy into the bundle: its folder, its file or a list of its
-                files. Default None: no tokenizer.
-            tests: the inputs for `load(check=True)`, {function: {input: array}}. Default: drawn
-                inputs. Integers are drawn from the range in which the program uses them (lengths,
-                indices) and beyond it, floating-point numbers around 1, near 0 and far out, for two
-                choices of the symbolic sizes.
-            differentiable: whether the bundle contains the gradients of the programs. Default
-                False.
-            kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with
-                handwritten attention kernels. The default is none.
-            about: a dict of JSON data about the model, such as the data set and the accuracy. The
-                dict `about` is added to the provenance in the manifest (manifest.json in the
-                bundle). Default None.
+                files. Default None: none.
+            tests: the inputs for `load(check=True)`, {entry point: {input: array}}. By default they
+                are drawn for two choices of the size variables: integers from the range in which
+                the program uses them (lengths, indices) and beyond it, floating-point numbers
+                around 1, near 0 and far out.
+            differentiable: whether to include the gradients of the programs. Default False.
+            kernels: the platforms ("cuda", "tpu") for which to add a program with handwritten
+                attention kernels. Default: none.
+            about: JSON data about the model, such as the data set and the accuracy, for the
+                provenance in manifest.json. Default None.
 
         Raises:
             ValueError: an argument is not valid, or a weight has a dtype that safetensors files
@@ -130,40 +131,40 @@ class Program:
         external: bool | None = None,
         check: bool = True,
     ) -> None:
-        """Writes an entry point (a function of the program) as an ONNX model. Compares the outputs
-        in onnxruntime with the outputs of the program.
+        """Writes an entry point as an ONNX model, and compares its outputs in onnxruntime with the
+        program's.
+
+            program.onnx("digits.onnx")                        # needs the packages onnx and onnxruntime
 
         Size variables (see `export.spec`) remain symbolic, scans become Loops, and nodes are named
-        after their scopes. This method needs the packages onnx and
-        onnxruntime.
+        after their scopes. The section "ONNX" of `docs/export.md` says which operators the file
+        contains and where onnxruntime differs from JAX.
 
         Args:
-            path: the file to write, such as "digits.onnx".
-            entry: the name of the entry point. Default "predict".
-            opset: the version of ONNX's operators, an integer of at least 18. Default None: 23 if
-                the program has RMS normalizations or attentions without a mask that become single
-                operators, otherwise 20. A runtime that does not know opset 23, such as onnxruntime
-                before 1.23, needs `opset=20`.
-            fused: whether groups of operations are replaced by single operators that compute the
-                same. The operators are LayerNormalization, Gelu (of a program with erf, with opset
-                20 or later), and RMSNormalization and Attention (with opset 23 or later). An
-                attention with a mask becomes an operator only with an explicit `opset`, because
-                NaN or Inf in a hidden key then reaches every query. An exact GELU with erfc
-                becomes fewer operators. Default True.
-            external: whether the weights are written to a separate file, path + ".data". Default
-                None: the weights are written to a separate file only if they exceed 1.9 GB.
-            check: whether to run the model in onnxruntime and compare the outputs, with drawn
-                inputs as for `save`. Default True.
+            path: the file to write.
+            entry: the entry point. Default "predict".
+            opset: the version of ONNX's operators, at least 18. Default None: 23 if the program has
+                RMS normalizations or attentions without a mask, which then become single operators,
+                otherwise 20. Runtimes that do not know opset 23, such as onnxruntime before 1.23,
+                need `opset=20`.
+            fused: whether to replace groups of operations by an operator that computes the same:
+                LayerNormalization, Gelu (of a program with erf, from opset 20 on), and
+                RMSNormalization and Attention (from opset 23 on). An attention with a mask is
+                replaced only with an explicit `opset`, because NaN or Inf in a hidden key then
+                reaches every query. An exact GELU with erfc becomes fewer operators. Default True.
+            external: whether the weights go to a separate file, path + ".data". Default None: only
+                if they exceed 1.9 GB.
+            check: whether to run the file in onnxruntime and compare, with drawn inputs as for
+                `save`. Default True.
 
         Raises:
-            NotImplementedError: an operation is not supported. The error message states the
-                operation and its path.
-            ValueError: an element of an output in onnxruntime differs from the program's by more
-                than 1e-5 of its value (float16: 2e-3, float64: 1e-10) and more than rounding
-                explains, or an argument is not valid.
+            NotImplementedError: an operation is not supported; the message states it and its path.
+            ValueError: an element in onnxruntime differs from the program's by more than 1e-5 of
+                its value (float16: 2e-3, float64: 1e-10) and more than rounding explains, or an
+                argument is not valid.
 
         Warns:
-            UserWarning: only for inputs with NaN or Inf, the outputs differ. Or the model could not
+            UserWarning: the outputs differ, but only for inputs with NaN or Inf. Or nothing could
                 be compared, because no small sizes satisfy the constraints.
         """
         from fnet.export.onnx import _onnx
@@ -181,41 +182,36 @@ class Program:
         dtype: str = "float32",
         check: bool = True,
     ) -> None:
-        """Writes an entry point (a function of the program) as a LiteRT (TensorFlow Lite) model.
-        Compares the outputs in LiteRT with the outputs of the program.
-
-        In the LiteRT model, all sizes are fixed, and scans are unrolled. This method needs
-        the packages litert-converter, ai-edge-litert and litert-quantizer, but not TensorFlow. The
-        method is experimental, because litert-converter has no public API.
+        """Writes an entry point as a LiteRT (TensorFlow Lite) model, and compares its outputs in
+        LiteRT with the program's.
 
             program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])
 
-        Args:
-            path: the file to write, such as "digits.tflite".
-            entry: the name of the entry point. Default "predict".
-            sizes: the value of each symbolic size, such as {"b": 1, "t": 64}, or a list of several
-                such dicts. If `sizes` is a single dict, the LiteRT model contains one function
-                (called a signature), which has the name of the entry point. If `sizes` is a list of
-                several dicts, each dict defines a signature (function) with a name such as
-                predict_b1_t64. All signatures use the same weights. Default None: the value of each
-                symbolic size is its upper bound, such as 64 for t <= 64. For a symbolic size
-                without an upper bound, the default is the smallest valid value.
-            dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With
-                `dtype="int8"`, matrix products and convolutions are computed in int8 (dynamic
-                quantization).
-            check: whether to run the model in LiteRT and compare the outputs, with drawn inputs as
-                for `save`. Default True.
+        All sizes of the file are fixed, and scans are unrolled. It needs the packages
+        litert-converter, ai-edge-litert and litert-quantizer, but not TensorFlow, and is
+        experimental, because litert-converter has no public API. Some of LiteRT's operators are
+        wrong for special numbers, such as exp(NaN) = 0; a warning names those that the program
+        contains, with their paths.
 
-        The operators of LiteRT compute other values than JAX for some special numbers, such as
-        exp(NaN) = 0. A warning names those that the program contains, with their paths.
+        Args:
+            path: the file to write.
+            entry: the entry point. Default "predict".
+            sizes: the value of each size variable, such as {"b": 1, "t": 64}, or a list of such
+                dicts. A single dict gives one function (a signature), named after the entry point;
+                several give a signature each, such as predict_b1_t64, with the same weights.
+                Default None: each size is its upper bound, such as 64 for t <= 64, or, if it has
+                none, the smallest valid value.
+            dtype: the dtype of the weights: "float32" (the default), "float16" or "int8". With
+                "int8", matrix products and convolutions run in int8 (dynamic quantization).
+            check: whether to run the file in LiteRT and compare, with drawn inputs as for `save`.
+                Default True.
 
         Raises:
             NotImplementedError: the converter or the interpreter does not support an operation or a
-                dtype. The error message names the operation and its path.
-            ValueError: an element of an output in LiteRT differs from the program's by more than
-                1e-5 of its value
-                and more than rounding explains (float16 and int8: by more than 1e-2 or 0.25 of the
-                largest element of the output), or an argument is not valid.
+                dtype; the message names the operation and its path.
+            ValueError: an element in LiteRT differs from the program's by more than 1e-5 of its
+                value and more than rounding explains (float16 and int8: by more than 1e-2 or 0.25
+                of the largest element of the output), or an argument is not valid.
         """
         from fnet.export.litert import _litert
 
@@ -223,35 +219,34 @@ class Program:
 
 
 def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Program:
-    """Traces a function and returns it, with its parameters, as a `Program` that can be saved and
-    run elsewhere.
+    """Traces a function and returns it with its parameters as a `Program`, to save and run
+    elsewhere.
 
         program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
         program.save("digits.fnet")
         program.onnx("digits.onnx")
 
-    The function is traced once. The traced function becomes the entry point "predict" of the
-    program; `Program.entry` adds further entry points (functions).
+    The function is traced once, as the entry point "predict"; `Program.entry` adds others.
 
     Args:
         f: a model, or any JAX function f(params, *inputs), for example of Flax, Equinox or Haiku.
-        params: the parameters, a tree of arrays. Implicit arrays, such as quantized parameters, are
-            exported as the arrays that they store (for example, codes and scales).
-        state: the state, a tree of arrays, or None (the default). With a state, f is called with
-            `state=state` and must return (output, new state). Only the output is exported. A
-            function that does not accept `state` is called without `state`.
-        specs: the type of each input, `name=export.spec(...)`. If an input is a tree of arrays, its
-            type is a tree of `export.spec(...)`. If f has parameters with the names in `specs`,
-            inputs are passed by name, otherwise by position in the order of `specs`.
+        params: the parameters, a tree of arrays. Quantized parameters and other implicit arrays are
+            exported as what they store, such as codes and scales.
+        state: the state, a tree of arrays. If it is not None (the default), f is called with
+            `state=state` and returns (output, new state), of which the output is exported. A
+            function that does not accept `state` is called without it.
+        specs: the type of each input, `name=export.spec(...)`; for a tree of arrays, a tree of
+            them. Inputs are passed by name if f has parameters of these names, otherwise by
+            position in this order.
 
     Returns:
         A `Program`.
 
     Raises:
-        TypeError: `specs` is empty or contains an object that is not an input type such as
-            `export.spec(...)`, or f cannot be called with the inputs.
-        ValueError: two weights have the same name, or, without jax_enable_x64, an input has a dtype
-            of 64 bits, or a weight has a value that its dtype of 32 bits cannot hold.
+        TypeError: `specs` is empty or contains something else than input types, or f cannot be
+            called with the inputs.
+        ValueError: two weights have the same name. Without jax_enable_x64 also: an input has a
+            dtype of 64 bits, or a weight has a value that its dtype of 32 bits cannot hold.
 
     >>> f = lambda params, x: x @ params["kernel"]
     >>> export.program(f, {"kernel": jnp.ones((3, 2))}, x=export.spec("b, 3")).entries["predict"].output

@@ -1,7 +1,6 @@
-"""Creates JAX programs from the stable form (JSON data), to renew bundles (files) that JAX no
-longer reads.
+"""New JAX programs from the stable form of old ones, for bundles that JAX no longer reads.
 
-The stable form is a description of a program as JSON data, which does not depend on JAX's version.
+The stable form is a description of a program as JSON, which does not depend on JAX's version.
 """
 
 from __future__ import annotations
@@ -22,24 +21,21 @@ from fnet.export.standalone import _loaded, _signature
 
 
 def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> None:
-    """Replaces the programs of a bundle by programs that are written with the installed version of
-    JAX.
+    """Replaces the programs of a bundle by ones for the installed JAX, which it reads for another
+    six months.
 
-    The new programs are created from the stable form (JSON data) of the old programs. The stable
-    form describes a program independently of JAX's version. The outputs of the new programs are
-    compared with the outputs in the old bundle. Programs with dtypes of 64 bits keep them, whether
-    jax_enable_x64 is set or not. The new bundle has the same weights, labels and tokenizer as the
-    old bundle. The new bundle contains no programs with handwritten kernels, because the JSON
-    description of a program contains no kernels.
+    The new programs come from the stable form of the old ones, a description as JSON that does not
+    depend on JAX's version, and must reproduce the outputs that are stored in the bundle. Weights,
+    labels, tokenizer and dtypes stay, those of 64 bits with or without jax_enable_x64. Programs
+    with handwritten kernels are lost, because the stable form has none.
 
     Args:
-        path: the path of the bundle.
-        output: the path of the new bundle. Default None: the old bundle is replaced.
+        path: the bundle.
+        output: where to write the new one. Default None: the old one is replaced.
 
     Raises:
-        BundleError: the file is damaged, or one of the programs in the bundle has no description as
-            JSON data. A BundleError is also raised if the outputs of a new program differ from the
-            outputs that are stored in the old bundle.
+        BundleError: the file is damaged, a program has no stable form, or the outputs of a new
+            program differ from the stored ones.
 
     >>> import tempfile
     >>> model = nn.Dense(3)

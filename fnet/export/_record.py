@@ -1,5 +1,5 @@
-"""Records the model of a training run in the folder of the run, so that `fnet export RUN` needs no
-code of the user."""
+"""The model of a training run, recorded in its folder, so that `fnet export RUN` needs no code of
+the user."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _RENAMED = {"Llama": "Decoder"}  # classes in records of earlier versions
 
 
 class Record(NamedTuple):
-    """The description of a model in the folder of a training run.
+    """What `record` wrote to the folder of a training run.
 
     Attributes:
         model: the model.
-        inputs: the types of the model's inputs, {name: `Spec`}.
+        inputs: the types of its inputs, {name: `Spec`}.
         labels: the names of the classes, or None.
-        standardize: None, or, if the model expects standardized images, the mean and standard
-            deviation of each channel, {"mean": [...], "std": [...]}. The mean and standard
-            deviation are those of images with values in [0, 1].
+        standardize: None, or the mean and standard deviation of each channel, {"mean": [...],
+            "std": [...]}, of images with values in [0, 1], if the model expects standardized
+            images.
     """
 
     model: Any
@@ -47,22 +47,18 @@ def record(
     standardize: Mapping[str, Iterable[float]] | None = None,
     **specs: Spec,
 ) -> None:
-    """Writes a model of `fnet.models` (its class and fields) and the types of its inputs to a file
-    in the folder of a training run.
-
-    The file is model.json. With model.json, the command `fnet export` can export the trained model
-    without your code.
+    """Writes the model of a training run to model.json in its folder, so that `fnet export` needs
+    no code of yours.
 
         export.record(workdir, model, x=export.spec("b, 28, 28, 1"), labels=range(10))
 
     Args:
-        workdir: the folder of the training run, a local path. It is created if necessary.
-        model: a model of `fnet.models` whose fields are numbers, strings, or tuples of numbers and
-            strings.
+        workdir: the folder of the run, a local path. It is created if necessary.
+        model: a model of `fnet.models` whose fields are numbers, strings, or tuples of them. Its
+            class and fields are recorded.
         labels: the names of the classes. Default None: no labels.
-        standardize: for a model that expects standardized images, a dict {"mean": [...], "std":
-            [...]} with the mean and the standard deviation of each channel. The mean and standard
-            deviation are those of images with values in [0, 1]. Default None.
+        standardize: for a model that expects standardized images, {"mean": [...], "std": [...]}
+            with one number for each channel, of images with values in [0, 1]. Default None.
         specs: the types of the inputs, `name=export.spec(...)`.
 
     Raises:
@@ -104,11 +100,11 @@ def record(
 
 
 def read_record(workdir: str | os.PathLike) -> Record:
-    """Reads the model that `record` wrote to model.json in the folder of a training run.
+    """Reads the model that `record` wrote to the folder of a training run.
 
     Returns:
         A named tuple (model, inputs, labels, standardize), with the values that were passed to
-        `record`.
+            `record`.
 
     Raises:
         FileNotFoundError: the folder has no model.json.

@@ -14,8 +14,7 @@ from jax import export
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The shape and dtype of an input of a program, and constraints on its symbolic sizes. `spec`
-    creates a `Spec` and documents the fields.
+    """The shape, dtype and constraints of an input, made by `spec`, which documents the fields.
 
     >>> export.spec("b, 28, 28, 1")
     Spec(shape='b, 28, 28, 1', dtype='float32', where=())
@@ -32,25 +31,25 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class SpecOf:
-    """The type (shapes and dtypes) of an input that is a tree of arrays. The field `function` takes
-    the symbolic sizes as arguments and returns a tree with the shapes and dtypes of the input.
-    `spec_of` creates a `SpecOf`."""
+    """The type of an input that is a tree of arrays, made by `spec_of`: a function from the size
+    variables to a tree with the shapes and dtypes."""
 
     function: Callable
     where: tuple[str, ...] = ()
 
 
 def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ()) -> Spec:
-    """Returns the type (shape and dtype) of an input of an exported program.
+    """Returns the type of an input of an exported program, with sizes that may stay open.
+
+        export.spec("b, 28, 28, 1")                        # any batch size b
+        export.spec("b, 2*h, 2*w, 3", where=("h >= 32", "mod(h, 2) == 0"))
 
     Args:
-        shape: the sizes of the axes, separated by commas. A size is a number, the name of a size
-            variable (a size that is not fixed), or an expression of variables, for example "b, 2*h,
-            2*w, 3". A size variable (symbolic size) has the same value, at least 1, in all inputs
-            of a program.
-        dtype: the dtype of the input, such as "int32". Default "float32".
-        where: the constraints on the symbolic sizes, a string or several strings, for example "t <=
-            64" or ("h >= 32", "mod(h, 2) == 0"). Default: no constraints.
+        shape: the sizes of the axes, separated by commas: numbers, names of size variables, or
+            expressions of them. A variable is at least 1, and has the same value in all inputs of a
+            program.
+        dtype: such as "int32". Default "float32".
+        where: constraints on the variables, one string such as "t <= 64" or several. Default: none.
 
     Raises:
         ValueError: the shape, dtype or a constraint is not valid.
@@ -68,16 +67,14 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
 
 
 def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
-    """Returns the type of an input of an exported program, if the input is a tree of arrays, such
-    as a cache.
+    """Returns the type of an input that is a tree of arrays, such as a cache.
 
         cache = export.spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, 64), jnp.int32)))
 
     Args:
-        function: a function of sizes that returns a tree of arrays. The names of the function's
-            parameters are the names of the size variables (symbolic sizes). The function is traced,
-            but not run.
-        where: the constraints on the symbolic sizes, as for `spec`.
+        function: returns the tree. Its parameters are the size variables, by their names. It is
+            traced, but not run.
+        where: constraints on the variables, as for `spec`.
 
     >>> caches = export.spec_of(lambda b: {"keys": jnp.zeros((b, 8))}, where="b <= 16")
     """

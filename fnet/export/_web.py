@@ -1,5 +1,4 @@
-"""Writes a static web page on which the user draws an image. An ONNX model classifies the image in
-the browser."""
+"""The web page on which the user draws an image, which an ONNX model classifies in the browser."""
 
 from __future__ import annotations
 
@@ -33,32 +32,26 @@ def web(
     title: str = "Draw an image",
     runtime: str | os.PathLike | None = None,
 ) -> None:
-    """Writes a folder with a web page. The user draws an image on the page, and the model
-    classifies the image.
-
-    The folder contains the page, the program as an ONNX file, and onnxruntime-web, which runs the
-    program in the browser. All files are static, so any web server can serve the folder, and the
-    page loads nothing from other hosts. `web` needs the packages onnx and onnxruntime, and the npm
-    package onnxruntime-web.
+    """Writes a folder with a web page on which the user draws an image and the model classifies it.
 
         export.web(program, "site", labels=range(10))       # npm install onnxruntime-web
         # python -m http.server --directory site
 
+    The page runs the model in the browser: the folder holds the program as an ONNX file, and
+    onnxruntime-web. All files are static, so any web server will do, and nothing is loaded from
+    other hosts. Needs the packages onnx and onnxruntime, and the npm package onnxruntime-web.
+
     Args:
-        program: a program whose function "predict" maps images to scores [batch, classes]. The
-            images are an array [batch, height, width, channels] of dtype float32 or uint8 with 1 or
-            3 channels. The page scales the user's drawing to the height and width of the images. If
-            the program has the function "preprocess", the page calls "preprocess" with the scaled
-            image, whose values are from 0 to 255, and then "predict" with the result. If the
-            program does not have the function "preprocess", the page calls "predict" with the
-            scaled image. Without "preprocess", the values of the scaled image are from 0 to 1 for a
-            float32 input, and from 0 to 255 for a uint8 input.
+        program: "predict" maps images [batch, height, width, channels] to scores [batch, classes].
+            Images are float32 or uint8, with 1 or 3 channels. The page scales the drawing to their
+            height and width, with values from 0 to 1 for float32 and from 0 to 255 for uint8. With
+            an entry point "preprocess", it calls this first, with values from 0 to 255, and
+            "predict" with the result.
         folder: the folder to write. It is created if necessary.
         labels: the names of the classes. Default: 0, 1, 2, ...
-        margin: the width of the empty margin at each edge, as a fraction of the image's size, in
-            [0, 0.5). The drawing is centered and scaled to fill the area within the margins.
-            `margin` should equal the empty margin in the training images, which is 0 for
-            scikit-learn's digits and 0.14 (4 of 28 pixels) for MNIST. Default 0.
+        margin: the empty margin at each edge of the training images, as a fraction of their size,
+            in [0, 0.5): 0 for scikit-learn's digits (the default), 0.14 (4 of 28 pixels) for MNIST.
+            The drawing is centered and scaled to fill the area within.
         title: the title of the page. Default "Draw an image".
         runtime: the folder of the npm package onnxruntime-web. Default: the first
             node_modules/onnxruntime-web in the working directory and the directories above it.

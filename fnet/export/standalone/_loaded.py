@@ -35,18 +35,19 @@ CALL = r'custom_call @"?([\w$.]+)'
 
 
 def load(path, *, verify=True, check=False, kernels=False):
-    """Loads a bundle, which is a file that contains the programs and weights of a model.
+    """Loads a bundle, the file that `Program.save` writes. No Python code in the file is executed.
+
+        digits = export.load("digits.fnet", check=True)
+        logits = digits(x)
 
     Args:
-        path: the path of the bundle, a file that `Program.save` wrote.
-        verify: whether to read the whole file once and verify the SHA-256 digest in the comment at
-            the end of the file. The digest is computed from all bytes before the comment. Default
-            True. If `verify` is False, only the small files in the bundle are compared with their
-            SHA-256 in manifest.json.
-        check: whether to run all programs on the test inputs in the bundle and compare the outputs
-            with the expected outputs, as `Bundle.check` does. Default False.
-        kernels: whether to use a program with handwritten attention kernels, if the bundle contains
-            such a program for the default platform of JAX. Default False.
+        path: the file.
+        verify: whether to read the whole file once and compare it with the SHA-256 at its end.
+            Default True. If False, only the small files inside are compared with theirs in
+            manifest.json.
+        check: whether to run the tests in the bundle, as `Bundle.check` does. Default False.
+        kernels: whether to use a program with handwritten attention kernels, if the bundle has one
+            for JAX's default platform. Default False.
 
     Returns:
         A `Bundle`.
@@ -70,21 +71,19 @@ def load(path, *, verify=True, check=False, kernels=False):
 
 
 class Bundle:
-    """A model that was loaded from a bundle: its entry points (functions), its weights and its
-    description.
+    """A model that was loaded from a bundle: its entry points, weights and description.
 
         model = export.load("digits.fnet")
         logits = model(x)                                 # the entry point "predict"
         vectors = model.call("embed", x)
-        f = model.function("predict")                     # f(weights, x), for jax.jit, jax.grad or other weights
+        f = model.function("predict")                     # f(weights, x): other weights, jax.jit, jax.grad
 
     Attributes:
-        manifest: the description of the bundle, a dict (the content of manifest.json).
-        weights: the weights, {name: array}. The arrays are views of the memory-mapped file.
-        entries: the names of the bundle's functions, a tuple.
+        manifest: the description of the bundle, the content of manifest.json.
+        weights: the weights, {name: array}, views of the memory-mapped file.
+        entries: the names of the entry points, a tuple.
         labels: the names of the classes, or None.
-        read_until: the date until which JAX guarantees that it can read the programs in the bundle,
-            such as "2027-05-20".
+        read_until: the date until which JAX guarantees to read the programs, such as "2027-05-20".
 
     >>> import tempfile
     >>> model = nn.Dense(3)
@@ -106,36 +105,30 @@ class Bundle:
         self._programs, self._exported = {}, {}
 
     def __call__(self, *inputs, **named):
-        """Runs the entry point (function) "predict", or the first entry point if the bundle has no
-        "predict"."""
+        """Runs the entry point "predict", or the first one if the bundle has no "predict"."""
         return self.call(
             "predict" if "predict" in self.entries else self.entries[0], *inputs, **named
         )
 
     def call(self, entry, *inputs, **named):
-        """Runs an entry point (a function of the bundle) with the bundle's weights.
+        """Runs an entry point with the bundle's weights.
 
         Returns:
             The output, a tree of arrays.
 
         Raises:
-            BundleError: the inputs do not match the signature (structure, dtypes and shapes of the
-                inputs), or an input has a value that the dtype in the signature cannot hold. The
-                error message names the input and states the violated constraint. A BundleError is
-                also raised if the program has dtypes of 64 bits and jax_enable_x64 is not set, or
-                if the bundle was written by a later version of JAX that the installed one cannot
-                read.
+            BundleError: the inputs do not match the signature, or a value does not fit its dtype;
+                the message names the input and the constraint that it violates. Also if the program
+                has dtypes of 64 bits and jax_enable_x64 is not set, or if a later JAX wrote the
+                bundle and the installed one cannot read it.
         """
         return self.function(entry)(self.arrays, *inputs, **named)
 
     def run(self, *inputs, **named):
-        """Runs the functions "preprocess", "predict" and "postprocess" one after another, and
-        returns the last output.
+        """Runs "preprocess", "predict" and "postprocess" one after another, those that the bundle
+        has.
 
-        A bundle may contain only some of the functions "preprocess", "predict" and "postprocess".
-        `run` skips the functions that the bundle does not contain. The inputs are passed to the
-        first function that runs. The output of each function is the input of the next function. If
-        the output of a function is a dict, its items are the named inputs of the next function.
+        Each one's output is the input of the next; the items of a dict become its named inputs.
         """
         for entry in ("preprocess", "predict", "postprocess"):
             if entry in self.entries:
@@ -144,11 +137,10 @@ class Bundle:
         return output
 
     def function(self, entry):
-        """Returns an entry point (a function of the bundle) as a function f(weights, *inputs).
+        """Returns an entry point as a function f(weights, *inputs), for `jax.jit` or other weights.
 
-        `weights` is a dict {name: array}, or a nested dict whose paths are the names of the
-        weights. The result can be compiled with `jax.jit`. The returned function can be
-        differentiated if the bundle was saved with `differentiable=True`.
+        `weights` is a dict {name: array}, or a nested dict whose paths are these names. If the
+        bundle was saved with `differentiable=True`, `jax.grad` takes the function as well.
         """
         description, program = self._entry(entry), self._program(entry)
 
@@ -164,11 +156,8 @@ class Bundle:
         return f
 
     def interpret(self, entry, *inputs, weights=None, **named):
-        """Runs an entry point (a function of the bundle) with NumPy, without JAX. This is slow.
-
-        The method evaluates the stable form of the program: JSON data that describe the program
-        independently of JAX's version.
-        """
+        """Runs an entry point with NumPy, without JAX: slow, but independent. It evaluates the
+        stable form of the program."""
         description = self._entry(entry)
         flat, sizes = signature.bound(self.path, entry, description, inputs, named)
         chosen = signature.chosen(
@@ -182,12 +171,11 @@ class Bundle:
         )
 
     def stable(self, entry):
-        """Returns the stable form of an entry point (a function of the bundle): JSON data that
-        describe the program independently of JAX's version.
+        """Returns the stable form of an entry point, a description as JSON that does not depend on
+        JAX's version.
 
         Raises:
-            BundleError: the bundle contains no JSON data that describe the program of the entry
-                point. The message states the reason.
+            BundleError: it has none; the message states the reason.
         """
         reason = self._entry(entry).get("not_stable")
         if reason:
@@ -202,8 +190,10 @@ class Bundle:
         }
 
     def signature(self, entry):
-        """Returns the signature of an entry point (a function of the bundle) as text, for example
-        "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]"."""
+        """Returns the signature of an entry point as text.
+
+        For example "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]".
+        """
         description = self._entry(entry)
         inputs = ", ".join(
             f"{name}: {signature.text(tree)}" for name, tree in description["inputs"]
@@ -214,17 +204,16 @@ class Bundle:
         return f"{entry}({inputs}) -> {signature.text(description['output'])}{where}"
 
     def check(self):
-        """Runs all programs on the test inputs in the bundle, with JAX and with NumPy. Compares the
-        outputs with the outputs that are stored in the bundle.
+        """Runs all programs on the test inputs in the bundle, with JAX and with NumPy, and compares
+        both with the stored outputs.
 
         Returns:
-            A list that contains a line of text for each entry point (function of the bundle).
+            A line of text for each entry point.
 
         Raises:
-            BundleError: an element of an output differs too much from the stored one: by more than
-                1e-5 of its value (2e-3 if the program computes in float16, 2e-2 in bfloat16, 1e-10
-                if all is float64) and more than rounding explains, which NumPy measures if it has
-                to.
+            BundleError: an element differs from the stored one by more than 1e-5 of its value (2e-3
+                if the program computes in float16, 2e-2 in bfloat16, 1e-10 if all is float64) and
+                more than rounding explains, which NumPy measures if it has to.
         """
         lines = []
         for entry in self.entries:
@@ -238,8 +227,7 @@ class Bundle:
         return lines
 
     def checked_by_numpy(self, entry):
-        """Checks one entry point (a function of the bundle) with NumPy, which is possible without
-        JAX."""
+        """Checks one entry point with NumPy alone, which is possible without JAX."""
         return self._checked(entry, {"NumPy": self.interpret})
 
     def _checked(self, entry, runs):
@@ -306,16 +294,15 @@ class Bundle:
         return [perturbed] * with_jax + [spread] * (not description.get("not_stable"))
 
     def tests(self):
-        """Returns the first test of each program, {function: (leaves of the inputs, leaves of the
-        outputs)}. If a function of the bundle has no test, its lists of input leaves and output
-        leaves are empty."""
+        """Returns the first test of each entry point, {name: (leaves of the inputs, leaves of the
+        outputs)}; both lists are empty if it has none."""
         return {
             entry: self.cases(entry)[0] if self.cases(entry) else ([], []) for entry in self.entries
         }
 
     def cases(self, entry):
-        """Returns the tests of an entry point (a function of the bundle), a list of (leaves of the
-        inputs, leaves of the outputs)."""
+        """Returns the tests of an entry point, a list of (leaves of the inputs, leaves of the
+        outputs)."""
         stored, found = self._archive.tensors(reader.TESTS), []
         while f"{(name := reader.test_name(entry, len(found)))}/outputs/0" in stored:
             found.append(
@@ -367,8 +354,8 @@ class Bundle:
             raise
 
     def wide(self, entry):
-        """Returns the dtypes of 64 bits in the inputs, weights and outputs of an entry point (a
-        function of the bundle). JAX has them only with jax_enable_x64."""
+        """Returns the dtypes of 64 bits in the inputs, weights and outputs of an entry point. JAX
+        has them only with jax_enable_x64."""
         exported = self._deserialized(entry)
         return sorted(
             {str(x.dtype) for x in (*exported.in_avals, *exported.out_avals)} & set(signature.WIDE)

@@ -54,8 +54,7 @@ def test_name(entry, number):
 
 
 class BundleError(ValueError):
-    """Raised if a file is not a bundle, if a bundle is incomplete or damaged, or if a call of a
-    bundle does not match the signature of an entry point (function).
+    """Raised if a file is not a complete bundle, or if a call does not match a bundle's signature.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
