@@ -1,13 +1,11 @@
-"""Tools that show what is inside a program, by the paths of its named scopes (such as layers).
+"""Shows what is inside a program, by the paths of its layers and other named scopes.
 
-- `summary`: for each path, the shapes, parameters, FLOPs, activations that are kept for the
-  backward pass, and roofline time.
-- `statistics`: statistics of named values, of their cotangents, and of the gradients of parameters.
-- `check_gradient`: a comparison of derivatives with finite differences.
-- `compare`: a comparison of the named values of two programs, which shows the first named value
-  that differs.
-- `graph`: a drawing of a program, in which each named scope is a box.
+- `summary`: what each path costs and keeps in memory, without running anything.
+- `graph`: a drawing, in which each named scope is a box.
 - `profile`: measured time by path and phase (forward, backward, ...).
+- `statistics`: NaN, dead units and gradient norms of named values and parameters.
+- `check_gradient`: a derivative against finite differences.
+- `compare`: the first named value in which two programs differ.
 """
 
 from fnet.introspect._compare import Comparison, Difference, compare

@@ -1,4 +1,4 @@
-"""Compares the named values (sites, see `transforms.sites`) of two programs."""
+"""Compares the named values of two programs (see `transforms.sites`)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,16 @@ _TOLERANCE = 1e-5  # for float32; for other dtypes, it is proportional to their 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The difference between two programs in one named value, such as the output of a layer (see
-    `transforms.sites`).
+    """How far two programs are apart in one named value (see `transforms.sites`).
 
     Attributes:
-        name: the name of the value in the first program, or "result" for the result of the
-            programs. A named value that is computed in a `lax.scan` has one `Difference` for each
-            iteration of the scan.
-        other: the name of the value in the second program, or "result".
-        error: max |a - b| / max |b|, where a and b are the values in the first and second program.
-            The error is infinite if the shapes differ, or if an element is finite in only one of
-            the two programs.
-        tolerance: the largest error with which the values of the two programs count as equal.
-        types: the dtype and shape of the value in the first and in the second program, as text.
+        name: the value's name in the first program, or "result". In a `lax.scan`, each iteration
+            has its own `Difference`.
+        other: its name in the second program, or "result".
+        error: max |a - b| / max |b| of the values a and b. It is infinite if the shapes differ, or
+            if an element is finite in one of them alone.
+        tolerance: the largest error that counts as equal.
+        types: the dtype and shape in the first and in the second program, as text.
 
     >>> row = introspect.compare(jnp.sin, lambda x: jnp.sin(x) + 1, jnp.zeros(3)).rows[-1]
     >>> row.name, row.error
@@ -59,12 +56,9 @@ class Comparison:
     """The result of `compare`; `str()` returns a table.
 
     Attributes:
-        rows: one `Difference` for each pair of corresponding named values, such as the outputs of
-            two layers, in the order of computation in the first program. The last row is the
-            `Difference` between the results of the two programs.
-        only: two tuples of names: the named values of the first program that have no counterpart in
-            the second program, and the named values of the second program that have no counterpart
-            in the first program.
+        rows: a `Difference` for each pair of named values, in the order in which the first program
+            computes them, and at the end one for the results.
+        only: the names without a counterpart, a tuple for the first program and one for the second.
 
     >>> f = lambda x: ft.tag(2 * x, "double").sum()
     >>> g = lambda x: ft.tag(x + x, "double").sum()
@@ -77,8 +71,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first row in `rows` whose error exceeds the tolerance, or None if no error exceeds
-        the tolerance."""
+        """The first row whose error exceeds the tolerance, or None."""
         return next((row for row in self.rows if not row.equal), None)
 
     def __str__(self):
@@ -116,32 +109,26 @@ def compare(
     names: Mapping[str, str] | None = None,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Finds the first site (named value) at which two programs differ, and the error at each site.
+    """Finds the first named value in which two programs differ, and the error of each.
 
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
-    `compare` forms pairs of named values (sites) of the two programs in three steps. First, two
-    named values form a pair if they have the same name. Second, the remaining named values form
-    pairs if they are nearly equal. Third, the named values that are still unpaired form pairs if
-    they have the same shape. When `compare` forms pairs by value or shape, it keeps the order in
-    which the two programs compute the values, as in an alignment of two sequences. Because named
-    values with different names can form a pair, `compare` can also compare implementations of a
-    model in two libraries. The argument `names` specifies pairs of named values explicitly.
+    Values with the same name form pairs. The others are paired if they are nearly equal, and what
+    then remains if the shapes are equal, both in the order of computation, as in an alignment of
+    two sequences. So a model can be compared with its port to another library, whose names differ.
 
     Args:
-        f: a function that contains named values (sites, see `transforms.sites`).
-        g: the reference, a function of the same arguments as f.
-        args: the arguments. The functions f and g run once on the arguments `args`, and the values
-            of all sites (named values) are kept in memory.
-        names: {regular expression: replacement}, which maps names of values in f to names of values
-            in g. If a regular expression matches the whole name of a value in f, the name of the
-            corresponding value in g is `re.sub(expression, replacement, name)`. By default, no
-            names are replaced.
-        tolerance: the largest relative error with which two values count as equal. Default: 1e-5
-            for float32, a value proportional to the machine epsilon for other floating-point
-            dtypes, and 0 for integers. If two compared values have different dtypes, the larger of
-            the default tolerances for the two dtypes is used.
+        f: a function with named values (see `transforms.sites`).
+        g: the reference, a function of the same arguments.
+        args: the arguments. Each function runs once on them, and all named values are kept in
+            memory.
+        names: {regular expression: replacement}, pairs that you state yourself. If an expression
+            matches the whole name of a value in f, its counterpart in g is
+            `re.sub(expression, replacement, name)`. Default: none.
+        tolerance: the largest relative error that counts as equal. Default: 1e-5 for float32, in
+            proportion to the machine epsilon for other floating-point dtypes, and 0 for integers;
+            of two dtypes, the larger tolerance.
 
     Returns:
         A `Comparison`.

@@ -20,16 +20,15 @@ _STEPS = tuple(2.0**-k for k in range(2, 14, 2))
 
 @dataclasses.dataclass(frozen=True)
 class Slope:
-    """The derivative of a function with respect to one leaf of its first argument, along one
-    direction.
+    """The derivative of a function by one leaf of its first argument, along one direction.
 
     Attributes:
         path: the path of the leaf.
-        derivative: the derivative of the function along the direction, computed with `jax.grad`.
-        difference: a finite-difference estimate of the derivative.
-        uncertainty: the estimated error of the finite difference, caused by rounding and curvature.
-        smallest: the lower bound of the denominator of the relative error. Rounding errors dominate
-            derivatives that are smaller than `smallest`.
+        derivative: what `jax.grad` computes.
+        difference: what the finite difference estimates.
+        uncertainty: the estimated error of the finite difference, from rounding and curvature.
+        smallest: the smallest denominator of the relative error; rounding dominates derivatives
+            below it.
 
     >>> rows = introspect.check_gradient(lambda w: jnp.sum(w["a"] ** 2), {"a": jnp.arange(3.0)}).rows
     >>> rows[0].path, bool(abs(rows[0].derivative - rows[0].difference) < 1e-3)
@@ -44,12 +43,10 @@ class Slope:
 
     @property
     def error(self) -> float:
-        """The relative difference between the derivative and the finite difference.
+        """The relative error, max(0, |derivative - difference| - 4 uncertainty) / max(|derivative|,
+        |difference|, smallest).
 
-        The relative difference is max(0, |derivative - difference| - 4 uncertainty) /
-        max(|derivative|, |difference|, smallest), where `difference` is the finite difference.
-        Because the finite difference is not exact, four times its estimated error (`uncertainty`)
-        is subtracted from |derivative - difference|.
+        Four times the uncertainty is subtracted because the finite difference is not exact either.
         """
         excess = max(0.0, abs(self.derivative - self.difference) - 4 * self.uncertainty)
         if not np.isfinite([self.derivative, self.difference]).all():
@@ -62,8 +59,8 @@ class GradientCheck:
     """The result of `check_gradient`; `str()` returns a table.
 
     Attributes:
-        rows: a `Slope` for each leaf, the leaf with the largest error first.
-        tolerance: the largest error with which a derivative and a finite difference count as equal.
+        rows: a `Slope` for each leaf, the one with the largest error first.
+        tolerance: the largest error that counts as equal.
         dtype: the dtype in which the function was evaluated.
 
     >>> introspect.check_gradient(lambda w: jnp.sum(w ** 2), jnp.arange(3.0)).equal
@@ -111,23 +108,20 @@ class GradientCheck:
 def check_gradient(
     f: Callable, *args: Any, tolerance: float = 1e-3, seed: int = 0
 ) -> GradientCheck:
-    """Compares derivatives of `f`, with respect to each leaf of its first argument, with finite
-    differences.
+    """Compares the derivative of `f` by each leaf of its first argument with finite differences.
 
         report = introspect.check_gradient(loss, params, batch)
         assert report.equal, report
 
-    For each leaf x and a random direction d of norm 1, the finite difference (f(x + h d) - f(x - h
-    d)) / 2h is computed for a decreasing sequence of step sizes h. The report contains the finite
-    difference that differs least from the finite difference of the previous step size. If f can run
-    in float64, it is evaluated in float64.
+    For each leaf x and a random direction d of norm 1, (f(x + h d) - f(x - h d)) / 2h is computed
+    for smaller and smaller steps h, in float64 if f can run in it. What counts is the difference
+    that changed least from one step to the next.
 
     Args:
-        f: a function with floating-point results. If the result is not a scalar, a random linear
-            combination of the results is differentiated.
-        args: the arguments of f. The floating-point leaves of the first argument are checked.
-        tolerance: the largest relative error with which a derivative and a finite difference count
-            as equal. Default 1e-3.
+        f: a function with floating-point results. Of several numbers, a random linear combination
+            is differentiated.
+        args: the arguments of f. The floating-point leaves of the first one are checked.
+        tolerance: the largest relative error that counts as equal. Default 1e-3.
         seed: the seed of the random directions. Default 0.
 
     Returns:

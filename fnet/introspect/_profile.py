@@ -23,16 +23,15 @@ from fnet.jaxpr import check_function
 
 @dataclasses.dataclass(frozen=True)
 class TimedRow:
-    """The measured time, the FLOPs and bytes, and the roofline time of a named scope, including all
-    scopes inside it.
+    """The measured time, cost and roofline time of a named scope, including all scopes inside it.
 
     Attributes:
         path: the path of the scope; "" for the whole step.
         seconds: measured seconds of a step by phase: "forward", "backward", "recomputed",
             "optimizer", "other".
         cost: FLOPs and bytes, or None if they are unknown.
-        bound: the lower bound of the time in seconds on the chip (see `cost.roofline`), or None
-            if it is unknown.
+        bound: the lower bound of the time in seconds on the chip (see `cost.roofline`), or None if
+            it is unknown.
 
     >>> row = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2).total
     >>> sum(row.seconds.values()) > 0
@@ -55,22 +54,19 @@ class TimedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """The result of `profile`. `str()` returns the profile as text. Jupyter shows the result of
-    `html()`.
+    """The result of `profile`; `str()` returns it as text, and Jupyter shows `html()`.
 
     Attributes:
         rows: a `TimedRow` for each path, outer paths first. Operations without a scope have the
             path "".
-        total: the `TimedRow` with the time of all operations.
+        total: the `TimedRow` of all operations.
         step_seconds: mean seconds of a step, from its call to its last result.
-        steps: the number of steps over which the times are averaged. `profile` averages over the
-            faster half of the calls.
-        spanning: the fraction of the total operation time that is spent in fusions of operations
-            from several named scopes.
+        steps: the number of steps in the means, the faster half of the calls.
+        spanning: the fraction of the operations' time that is spent in fusions of several named
+            scopes.
         operations: pairs (operation, seconds in a step), the longest first.
-        chip: the chip for which the roofline time (`TimedRow.bound`) is computed.
-        trace: the recorded events. The method `trace.save(path)` writes the recorded events to a
-            file for ui.perfetto.dev.
+        chip: the chip of the roofline times (`TimedRow.bound`).
+        trace: the recorded events; `trace.save(path)` writes them for ui.perfetto.dev.
         notes: the reasons why some figures are not exact.
 
     >>> profile = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2)
@@ -94,8 +90,7 @@ class Profile:
         return self.total.total / self.step_seconds
 
     def __getitem__(self, path: str) -> TimedRow:
-        """Returns the `TimedRow` of the named scope with the given path. The path "" is the whole
-        step."""
+        """Returns the row of a path; "" is the whole step."""
         found = next((row for row in (self.total, *self.rows) if row.path == path), None)
         if found is None:
             raise KeyError(
@@ -118,8 +113,7 @@ class Profile:
     _repr_html_ = html
 
     def data(self) -> list[dict]:
-        """Returns the rows as dictionaries of numbers and strings. The last row contains the
-        totals."""
+        """Returns the rows as dictionaries of numbers and strings, the totals last."""
         return [
             {
                 "path": row.path,
@@ -185,37 +179,32 @@ def profile(
     repeats: int = 5,
     trace: str | os.PathLike | None = None,
 ) -> Profile:
-    """Measures how much time a function spends in each named scope and in each phase (forward,
-    backward, ...).
+    """Measures how much time a step spends in each named scope, and in each phase.
 
         print(introspect.profile(step, state, batch))
         introspect.profile(step, state, batch, trace="trace.json.gz")      # for ui.perfetto.dev
 
-    JAX's profiler measures the time of each operation of the compiled program. `profile` reads the
-    path and the phase of an operation from the compiled program, which the trace contains. The time
-    of a fusion is assigned to the path of its root operation. While several operations run at the
-    same time, on threads of a CPU or streams of a GPU, the elapsed time is divided equally among
-    these operations, so that no time is counted twice. If there are several devices, each time is
-    the mean over the devices.
+    The phases are forward, backward, recomputed (by `jax.checkpoint`), optimizer (what follows the
+    backward pass), and other (what precedes the forward pass).
 
-    The phases are forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that
-    follow the backward pass), and other (operations that precede the forward pass).
+    JAX's profiler measures each operation of the compiled program, which is in the trace and tells
+    its path and phase. A fusion counts for the path of its root operation. While several operations
+    run at the same time, on threads of a CPU or streams of a GPU, they share the elapsed time
+    equally, so that nothing is counted twice. With several devices, each time is their mean.
 
     Args:
-        step: a function that `jax.jit` can compile, or a compiled function. `step` is called with
-            copies of the arguments, so it may donate them.
+        step: a function that `jax.jit` can compile, or a compiled one. It is called with copies of
+            the arguments, so it may donate them.
         args: the arguments of the step, arrays.
-        chip: the chip for which the roofline time is computed, as in `cost.roofline`. Default:
-            the chip on which the arguments are stored.
-        depth: the number of segments of a path to show. Default None: all segments.
-        repeats: the number of measured calls. An additional first call, which compiles the step, is
-            not measured. The reported times are means over the faster half of the measured calls.
-            Default 5.
-        trace: the name of a file to which the operations are written as a Perfetto trace (.json or
-            .json.gz). Default: no file is written.
+        chip: the chip of the roofline times, as in `cost.roofline`. Default: the chip on which the
+            arguments are stored.
+        depth: the number of segments of a path to show. Default None: all.
+        repeats: the number of measured calls, after a first one that compiles. The times are means
+            over the faster half of them. Default 5.
+        trace: a file (.json or .json.gz) for the operations as a Perfetto trace. Default: none.
 
     Returns:
-        A `Profile`, which can be shown as text, Markdown or HTML, or returned as data.
+        A `Profile`, as text, Markdown, HTML or data.
 
     Raises:
         TypeError: the function cannot be compiled, or an argument is a shape without values.

@@ -17,20 +17,18 @@ from fnet.jaxpr import check_function
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """Statistics of one array: a parameter, or a named value such as the output of a layer (see
-    `transforms.sites`).
+    """Statistics of one array: a parameter, or a named value (see `transforms.sites`).
 
     Attributes:
-        name: the path of the parameter, or the name of the named value. In a scan or stack, each
-            iteration has its own name, such as "blocks/mlp [2]".
+        name: the path of the parameter, or the name of the value. In a scan or stack, each
+            iteration has its own, such as "blocks/mlp [2]".
         mean, std, largest: mean, standard deviation and largest absolute value of the finite
             elements.
         nonfinite: the number of elements that are NaN or infinite.
-        dead: the fraction of dead units. A unit is an index of the last axis of the array. A unit
-            is dead if the gradient of the function's result is 0 for all array elements of the
-            unit, for example because the unit is the input of a relu and is never positive.
-        gradient: the Euclidean norm of the derivative of the function's result with respect to the
-            array.
+        dead: the fraction of dead units. A unit, an index of the last axis, is dead if the gradient
+            of the result is 0 for all its elements, for example because it enters a relu and is
+            never positive.
+        gradient: the Euclidean norm of the derivative of the function's result by the array.
 
     >>> report = introspect.statistics(lambda w: ft.tag(w ** 2, "square").sum(), jnp.array([3.0, 4.0]))
     >>> row = report.parameters[0]
@@ -53,11 +51,10 @@ class Statistics:
 
     Attributes:
         result: the result of the function.
-        sites: a `Statistic` for each named value of the function, in the order of computation.
+        sites: a `Statistic` for each named value, in the order of computation.
         parameters: a `Statistic` for each parameter.
-        arrays: a dict {name: array} for histograms. The names in `arrays` are "values/site",
-            "cotangents/site", "parameters/path" and "gradients/path", where "site" or "path" is the
-            name of the site (named value) or parameter.
+        arrays: {name: array} for histograms: "values/site" and "cotangents/site" for each named
+            value (site), "parameters/path" and "gradients/path" for each parameter.
 
     >>> report = introspect.statistics(lambda w, x: ft.tag(x @ w, "product").sum(), jnp.ones((2, 3)), jnp.ones((4, 2)))
     >>> "product" in str(report)
@@ -82,22 +79,21 @@ class Statistics:
 
 def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Statistics:
     """Computes mean, standard deviation, dead units and gradient norms of named values and
-    parameters of a function.
+    parameters.
 
         report = introspect.statistics(loss, params, batch)
         print(report)
 
-    The named values (sites) of a function include the outputs of its named scopes and the values
-    that are named with `transforms.tag` (see `transforms.sites`). To show histograms of
-    `report.arrays` in TensorBoard, pass a function to `tr.fit(evaluate=)` that returns `{name:
-    tr.Histogram(x) for name, x in report.arrays.items()}`.
+    The named values are those that `transforms.sites` lists, such as the outputs of layers and what
+    `transforms.tag` names. For histograms in TensorBoard, pass `tr.fit(evaluate=)` a function that
+    returns `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
 
     Args:
         f: a function `f(params, *args)` that returns a floating-point scalar, such as a loss.
         params: the parameters, a tree of arrays.
         args: further arguments of f.
-        pattern: a regular expression that selects named values by their names, as in
-            `transforms.capture`. Default: all named values.
+        pattern: a regular expression for the names of values, as in `transforms.capture`. Default:
+            all.
 
     Returns:
         `Statistics`.

@@ -23,20 +23,20 @@ from fnet.layers import Layer
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The output shapes, parameters, cost and activations of a named scope, including all scopes
-    inside it.
+    """The outputs, parameters, cost and activations of a named scope, including all scopes inside
+    it.
 
     Attributes:
         path: the path of the scope; "" for the whole function.
-        output: the shapes and dtypes of the scope's results: a tuple with one tree for each call of
-            the scope. In a scan, the shapes have a leading axis for the iterations.
-        parameters, parameter_bytes: number of parameters of the scope, and their bytes.
-        forward, backward: the cost of the forward pass, and the additional cost of the derivative
-            with respect to the parameters.
-        kept: the activations that the scope stores for the backward pass. Arguments of the function
-            do not count as kept activations.
-        share: the scope's fraction of the roofline time (see `cost.roofline`) of a forward and
-            backward pass, or None if the chip's peaks are unknown.
+        output: the shapes and dtypes of its results, a tuple with one tree for each call. In a
+            scan, they have a leading axis for the iterations.
+        parameters, parameter_bytes: the number of its parameters, and their bytes.
+        forward, backward: the cost of the forward pass, and what the derivative with respect to the
+            parameters adds.
+        kept: the activations that it stores for the backward pass, without arguments of the
+            function.
+        share: its fraction of the roofline time (see `cost.roofline`) of a forward and backward
+            pass, or None if the chip's peaks are unknown.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -63,16 +63,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The result of `summary`. `str()` returns the summary as text. Jupyter shows the result of
-    `html()`.
+    """The result of `summary`; `str()` returns it as text, and Jupyter shows `html()`.
 
     Attributes:
         rows: a `Row` for each path, outer paths first.
         total: the `Row` of the whole function.
-        chip: the chip for which the roofline time is computed.
+        chip: the chip of the roofline time.
         notes: the reasons why some figures are not exact.
-        temporary_bytes: the memory that the compiled forward and backward pass needs in addition to
-            its arguments and results; None without `compile=True`.
+        temporary_bytes: the memory that the compiled forward and backward pass needs beside its
+            arguments and results; None without `compile=True`.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -89,7 +88,7 @@ class Summary:
         return _render.text(self)
 
     def __getitem__(self, path: str) -> Row:
-        """Returns the `Row` of the named scope with the given path."""
+        """Returns the row of a path."""
         return next(
             (row for row in (self.total, *self.rows) if row.path == path), None
         ) or self._missing(path)
@@ -111,8 +110,7 @@ class Summary:
     _repr_html_ = html
 
     def data(self) -> list[dict]:
-        """Returns the rows as dictionaries of numbers and strings. The last row contains the
-        totals."""
+        """Returns the rows as dictionaries of numbers and strings, the totals last."""
         return _render.data(self)
 
 
@@ -125,35 +123,32 @@ def summary(
     compile: bool = False,
     **options: Any,
 ) -> Summary:
-    """Returns a table of a model or any other function, with a row for each named scope. The
-    function is not run.
+    """Returns a table of what each layer, or other named scope, costs. The function is not run.
 
         print(introspect.summary(model, x))                    # a layer, or a flax.nnx module, and its inputs
         print(introspect.summary(loss, params, batch))         # a function, whose first argument are its parameters
 
+    FLOPs are exact (see `cost.count`), and the kept activations are those that
+    `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the
+    parameters. Without such a derivative, for example because of a while loop, the table describes
+    the forward pass, and `notes` says why.
+
     Args:
         f: a layer, a `flax.nnx.Module`, or a function.
-        args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments
-            of a function. If f is a function, its first argument is the tree of its parameters.
-        depth: the maximum number of segments of the paths that are shown, or None (the default) for
-            all paths. For example, with `depth=1`, the row "block" includes the figures of
-            "block/dense", which has no row of its own.
-        chip: the chip for which the roofline time is computed, as in `cost.roofline`. Default:
-            this machine's chip.
+        args: the inputs of a layer or module, or the arguments of a function, the tree of its
+            parameters first. Arrays or `jax.ShapeDtypeStruct`s.
+        depth: the maximum number of segments of a path. With `depth=1`, "block" includes
+            "block/dense", which has no row of its own. Default None: all paths.
+        chip: the chip of the roofline time, as in `cost.roofline`. Default: this machine's chip.
         train: whether a layer is called with train=True. Default False.
-        compile: whether to compile the forward and backward pass for this machine, and to report
-            XLA's temporary memory in addition to the kept activations. The temporary memory is
-            larger than the kept activations if the program has other temporary values. The
-            temporary memory is smaller than the kept activations if XLA recomputes activations or
-            reuses their memory. Default False.
+        compile: whether to compile the forward and backward pass for this machine, and report XLA's
+            temporary memory beside the kept activations. It is larger if the program has other
+            temporary values, and smaller if XLA recomputes activations or reuses their memory.
+            Default False.
         options: keyword arguments of f.
 
     Returns:
-        A `Summary`. FLOPs are exact (see `cost.count`). The kept activations are the values
-        that `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the
-        parameters. If f has no derivative with respect to the parameters, for example because f
-        contains a while loop, `notes` states the reason, and the summary describes only the forward
-        pass.
+        A `Summary`.
 
     >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
     34

@@ -1,5 +1,4 @@
-"""The function `graph`, which draws a program as a graph of its named scopes. The output is HTML,
-SVG or DOT."""
+"""`graph` draws a program as a graph of its named scopes, as HTML, SVG or DOT."""
 
 from __future__ import annotations
 
@@ -33,16 +32,15 @@ COLORS = ("flops", "bytes", "time")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """The result of `graph`. In a Jupyter notebook, the graph is shown as SVG.
+    """The result of `graph`; Jupyter shows it as SVG.
 
     Attributes:
-        root: the whole program as a tree. The nodes of the tree are scopes, operations, loops,
-            branches, arguments and results. A node has `name`, `path`, `kind`, `children`, `cost`,
-            `parameters`, `kept_bytes` and `seconds`.
-        nodes: all nodes; a node precedes the nodes that it contains.
-        edges: pairs (value, node that reads the value). `value.source` is the node that computes
-            the value.
-        chip: the chip for which `seconds`, the roofline time, is computed.
+        root: the whole program as a tree of nodes: scopes, operations, loops, branches, arguments
+            and results. A node has `name`, `path`, `kind`, `children`, `cost`, `parameters`,
+            `kept_bytes` and `seconds`.
+        nodes: all nodes, each before those that it contains.
+        edges: pairs (value, node that reads it); `value.source` is the node that computes it.
+        chip: the chip of `seconds`, the roofline time.
         notes: the reasons why some figures are not exact.
 
     >>> graph = introspect.graph(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5)))
@@ -66,14 +64,13 @@ class Graph:
         return f"<graph of {self._title}: {len(self.nodes)} nodes, {len(self.edges)} edges>"
 
     def html(self) -> str:
-        """Returns an HTML page with all scopes; the outer scopes are expanded. The HTML page loads
-        no other files."""
+        """Returns an HTML page that loads no other files, with the outer scopes expanded."""
         return _page.page(
             self, self._expanded(), self._made, self._values, self._color, self._title
         )
 
     def svg(self) -> str:
-        """Returns an SVG image in which the outer scopes are expanded."""
+        """Returns an SVG image, with the outer scopes expanded."""
         share = lambda node: share_of(self, node, self._color)
         return _draw.Drawing(self._made, self._values, self._expanded(), second_line, share).svg(
             self.root
@@ -91,7 +88,7 @@ class Graph:
         )
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Writes the graph to a .html, .svg or .dot file, and returns the path of the file.
+        """Writes the graph to a .html, .svg or .dot file, and returns its path.
 
         Raises:
             ValueError: the path does not end in .html, .svg or .dot.
@@ -118,37 +115,32 @@ def graph(
     train: bool = False,
     **options: Any,
 ) -> Graph:
-    """Draws a program as a graph of its named scopes. The function `graph` does not run or compile
-    the program.
+    """Draws a program as a graph of its named scopes. The program is neither run nor compiled.
 
         introspect.graph(model, x, "graph.html")                       # a layer, or a flax.nnx module, and its inputs
         introspect.graph(step, state, batch, "step.html")              # a complete training step
         introspect.graph(model, x, "model.svg", depth=2)
 
-    The HTML page shows scopes as boxes that can be expanded by click or key, down to single
-    operations. The color of a box shows its share of the program's cost. Edges of the graph are
-    labeled with the shapes and dtypes of values. A scan, such as a `Stack` of equal layers, is
-    drawn once, with the number of iterations, such as "× 12". In the graph of a training step, the
-    forward pass runs from top to bottom, and the backward pass runs beside the forward pass from
-    bottom to top. In the graph of a training step, the update of the parameters follows the
-    backward pass.
+    On the HTML page, a scope is a box that expands by click or key, down to single operations. Its
+    color shows its share of the cost, and edges carry shapes and dtypes. A scan, such as a `Stack`,
+    is drawn once, with the number of iterations, such as "× 12". Of a training step, the forward
+    pass runs from top to bottom, the backward pass beside it from bottom to top, and the update
+    follows.
 
-    In the graph of a program, parameters and constants are not drawn as boxes. A box lists the
-    parameters and constants that it reads. The first argument of a function is assumed to be its
-    parameters if this argument contains several arrays and there are further arguments.
+    Parameters and constants have no boxes; each box lists those that it reads. The first argument
+    of a function counts as its parameters if it contains several arrays and there are further
+    arguments.
 
     Args:
-        f: a layer, a `flax.nnx.Module`, or a function. Scopes in a function come from models of
-            fnet, Flax, Equinox or Haiku, or from `jax.named_scope`.
-        args: the arguments of f (arrays or `jax.ShapeDtypeStruct`s), optionally followed by the
-            path of an output file. The graph is written to the output file, whose name must end in
-            .html, .svg or .dot.
-        depth: the number of levels of scopes that are expanded in the initial view. Default: the
-            largest number of levels for which at most 28 boxes are shown.
-        color: the quantity that determines the color of a box: "flops" (default), "bytes" (after
-            fusion) or "time" (the roofline time, see `cost.roofline`).
-        chip: the chip for which the roofline time is computed, as in `cost.roofline`. Default:
-            this machine's chip.
+        f: a layer, a `flax.nnx.Module`, or a function, whose scopes come from models of fnet, Flax,
+            Equinox or Haiku, or from `jax.named_scope`.
+        args: the arguments of f (arrays or `jax.ShapeDtypeStruct`s), and at the end, if you like, a
+            file to write, which ends in .html, .svg or .dot.
+        depth: the number of levels that are expanded at first. Default: the largest number for
+            which at most 28 boxes are shown.
+        color: what the color of a box shows: "flops" (default), "bytes" (after fusion) or "time"
+            (the roofline time, see `cost.roofline`).
+        chip: the chip of the roofline time, as in `cost.roofline`. Default: this machine's chip.
         train: whether a layer is called with train=True. Default False.
         options: keyword arguments of f.
 
@@ -156,8 +148,7 @@ def graph(
         A `Graph`.
 
     Raises:
-        ValueError: `color` or `depth` is invalid, or the path of the file does not end in .html,
-            .svg or .dot.
+        ValueError: `color` or `depth` is invalid, or the file does not end in .html, .svg or .dot.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> drawn = graph(model, jnp.ones((3, 5)))
