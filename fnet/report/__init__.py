@@ -1,8 +1,9 @@
 """Reports of training runs, each a single HTML file that loads no other files.
 
-- `write`: writes a report of one or several runs, like the command `fnet report`.
-- `read`: reads the data in the folder of a run. `read` raises no error for missing or damaged
-  files. `Run.notes` lists the damaged files.
+    report.write(["runs/a", "runs/b"], "runs.html")           # like the command fnet report
+    run = report.read("runs/a")                               # the data behind it
+
+Missing or damaged files of a run raise no error; `Run.notes` lists those that could not be used.
 """
 
 from fnet.report._read import Run, read

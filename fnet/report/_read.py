@@ -31,23 +31,21 @@ class Run:
     Attributes:
         path: the folder of the run.
         name: the name of the folder.
-        metrics: a dict {name: (steps, values)}, in which a value that is not finite is None.
-        config: the hyperparameters, a dict; {} if no hyperparameters were recorded.
-        facts: properties of the run, a dict. `facts` may contain the chip, the precision policy,
-            the sharding plan and the versions of libraries. `training.fit` stores this dict in each
-            checkpoint, under "notes" in manifest.json; `facts` is read from the newest checkpoint.
+        metrics: {name: (steps, values)}; a value that is not finite is None.
+        config: the hyperparameters, a dict; {} if none were recorded.
+        facts: properties of the run, a dict, which may contain the chip, the precision policy, the
+            sharding plan and the versions of libraries. `training.fit` stores it in each
+            checkpoint, under "notes" in manifest.json; the newest one is read.
         checkpoints: a list of (step, metrics, size in bytes), in the order of the steps.
-        damaged: the names of the folders of damaged checkpoints, such as "400.damaged" for step
-            400.
-        events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
-        predictions: a dict with the keys "classes", "confusion" and "mistakes", or {} if no
-            predictions were saved.
-        summary: a list of the rows of `introspect.summary`, which is empty if no summary was saved.
-        samples: the text samples, a dict {file name: text}.
+        damaged: the folders of damaged checkpoints, such as "400.damaged" for step 400.
+        events: a list of (step, Unix time or None if it is unknown, text).
+        predictions: a dict with the keys "classes", "confusion" and "mistakes", or {} if none were
+            saved.
+        summary: the rows of `introspect.summary`, or [] if none was saved.
+        samples: the text samples, {file name: text}.
         plan: the text of `parallel.Plan.explain`, which compares sharding strategies, or "" if the
             run had no plan.
-        profiles: the measured times of profiled steps, a dict {range of the steps, such as
-            "100-105": list of rows}. The rows are those that `introspect.profile` has returned.
+        profiles: the rows of `introspect.profile` by the range of steps, such as "100-105".
         notes: messages about files and values that could not be used.
 
     >>> import tempfile
@@ -76,7 +74,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of the last step in the logs or checkpoints of the run."""
+        """The last step in the logs or checkpoints of the run."""
         return max(
             [
                 0,
@@ -87,7 +85,7 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """The number of steps that was passed to `training.fit`, or None if it is unknown."""
+        """The number of steps that `training.fit` was asked for, or None if it is unknown."""
         fit = self.facts.get("fit")
         for found in (
             fit.get("steps") if isinstance(fit, dict) else None,
@@ -99,8 +97,8 @@ class Run:
 
 
 def read(folder: str | os.PathLike) -> Run:
-    """Reads the folder of a training run. `Run.notes` lists the files and values that cannot be
-    used.
+    """Reads the folder of a training run. What cannot be used is listed in `Run.notes` and raises
+    no error.
 
     Raises:
         ValueError: `folder` is not a local folder.

@@ -28,17 +28,18 @@ def write(
 ) -> Path:
     """Writes a report of one or several training runs.
 
-    The report is a single HTML file that loads no other files and executes no content of the runs.
-    The report shows learning curves, speed, predictions, text samples, the model, profiles,
-    differences between configurations, the environment, the sharding plan, checkpoints and events.
-    The curves of runs that differ only in their seed are shown as one band. If a run has not
-    recorded the data for a part of the report, this part is omitted. If a file of a run cannot be
-    used, the report lists this file.
+        report.write(["runs/a", "runs/b"], "runs.html")
+
+    The report is a single HTML file that loads no other files and executes nothing from the runs.
+    It shows learning curves, speed, predictions, text samples, the model, profiles, differences
+    between configurations, the environment, the sharding plan, checkpoints and events, as far as
+    the runs recorded them, and lists files that could not be used. Runs that differ in their seed
+    alone are drawn as one band.
 
     Args:
         folders: the folder, or the folders, of the runs, as they were passed to
             `training.fit(workdir=)`.
-        path: the path of the report. Default None: report.html in the folder of the first run.
+        path: the file to write. Default None: report.html in the folder of the first run.
 
     Returns:
         The path of the file.

@@ -1,12 +1,12 @@
-"""A server for bundles (exported models), which needs the packages starlette and uvicorn.
-
-The server combines requests into batches, implements the Open Inference Protocol, streams generated
-texts, and reports metrics.
+"""A server for exported models (bundles), which needs the packages starlette and uvicorn.
 
     fnet serve digits.fnet
 
-    serve.run(["digits.fnet"], serve.Options(port=8000))      # the same server, started from Python
+    serve.run(["digits.fnet"], serve.Options(port=8000))      # the same from Python
     app = serve.application(["digits.fnet"])                  # an ASGI application
+
+It combines requests into batches, speaks the Open Inference Protocol, streams generated texts, and
+reports metrics. `docs/how_to/serve.md` describes it.
 """
 
 from fnet.serve._application import application

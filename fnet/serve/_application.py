@@ -25,18 +25,20 @@ _OPEN = "/", "/v2/health/live", "/v2/health/ready"  # paths that need no token
 
 
 def application(files: Iterable[str], options: Options | None = None) -> Any:
-    """Returns the server for bundles (exported models) as an ASGI application, to run it in your
-    own ASGI server.
+    """Returns the server for bundles as an ASGI application, to run it in your own ASGI server.
+
+        app = serve.application(["digits.fnet"])            # uvicorn module:app
+
+    Models are compiled when the application starts.
 
     Args:
-        files: the bundles, strings of the form FILE, NAME=FILE or NAME:VERSION=FILE.
-        options: the options of the server. The options `port`, `max_connections` and `drain` have
-            no effect. If `host` is a loopback address, such as the default 127.0.0.1, the server
-            accepts only requests whose header Host is a loopback address or localhost. By default,
-            the options are `serve.Options()`.
+        files: the bundles, as FILE, NAME=FILE or NAME:VERSION=FILE.
+        options: Default None: `serve.Options()`. `port`, `max_connections` and `drain` have no
+            effect here. If `host` is a loopback address, such as the default 127.0.0.1, only
+            requests whose header Host is a loopback address or localhost are accepted.
 
     Returns:
-        A Starlette application. Models are compiled when the application starts.
+        A Starlette application.
 
     Raises:
         ImportError: Starlette is not installed.

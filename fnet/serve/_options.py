@@ -12,39 +12,33 @@ class Options:
 
     Attributes:
         host: the address to listen on. Default 127.0.0.1.
-        port: the port to listen on. 0 selects a free port. Default 8000.
+        port: the port; 0 selects a free one. Default 8000.
         max_batch: the maximum number of rows that are computed together. Programs are compiled for
-            the powers of two up to `max_batch`. Only models whose rows are independent are batched:
-            the server tests this when it starts, and computes the requests for other models one by
-            one. Default 32.
-        max_delay: the maximum time in seconds that a request waits for other requests to join its
-            batch. Default 0.002.
-        max_queue: the maximum number of requests that wait for a model. Requests that exceed
-            `max_queue` get status 503. Default 256.
-        max_streams: the maximum number of texts that are generated at the same time. Requests for
-            more than `max_streams` texts at the same time get status 503. Default 8.
+            the powers of two up to it. The server tests when it starts whether rows are
+            independent, and computes the requests of other models one by one. Default 32.
+        max_delay: the longest time in seconds that a request waits for others to join its batch.
+            Default 0.002.
+        max_queue: the maximum number of requests that wait for a model; more get status 503.
+            Default 256.
+        max_streams: the maximum number of texts that are generated at the same time; more get
+            status 503. Default 8.
         max_body: the maximum size of the body of a request in bytes. Default 64 MiB.
-        max_connections: the maximum number of open connections. Requests on connections that exceed
-            `max_connections` get status 503. Default 512.
-        timeout: the maximum time in seconds for a request, including its time in the queue. A
-            request that takes longer than `timeout` gets status 504. Default 30.
-        read_timeout: the maximum time in seconds until the head of a request has arrived. After the
-            head, the body of the request must arrive within another `read_timeout` seconds. Default
-            10.
-        drain: the time in seconds during which the server still accepts connections after SIGTERM.
-            During the time `drain`, the responses of the server ask the clients to close their
-            connections. Default 1.
-        token: a secret string of at least 8 characters, or None (the default). If a token is set,
-            requests need the header "Authorization: Bearer TOKEN". Requests for the health of the
-            server and for its page need no token.
-        pad: the sizes to which inputs are padded, {name of a size variable: sizes}. A size variable
-            is a name in a model's input shapes, such as "t" in ["b", "t"], that represents a size
-            which can vary. If the size of an axis is the size variable `name`, the axis is padded
-            with zeros to the smallest sufficient size in `pad[name]`. For example, with `pad={"t":
-            (64, 128)}`, an axis "t" of size 100 is padded to 128. The padding must not change the
-            outputs of the model. When the server starts, it tests this at sizes that need padding,
-            and ends with an error if an output changes or if the test shows nothing. By default,
-            inputs are not padded.
+        max_connections: the maximum number of open connections; requests on more get status 503.
+            Default 512.
+        timeout: the time in seconds for a request, including its wait in the queue, after which it
+            gets status 504. Default 30.
+        read_timeout: the time in seconds within which the head of a request must arrive, and again
+            as long for its body. Default 10.
+        drain: the time in seconds during which the server still accepts connections after SIGTERM,
+            while its responses ask the clients to close theirs. Default 1.
+        token: a secret of at least 8 ASCII characters, or None (the default). With one, requests
+            need the header "Authorization: Bearer TOKEN", except those for the health of the server
+            and for its page.
+        pad: sizes to which inputs are padded with zeros, {name of a size variable: sizes}. With
+            `pad={"t": (64, 128)}`, an axis "t" of size 100 is padded to 128, the smallest
+            sufficient size. This must not change the outputs: the server tests it when it starts,
+            at sizes that need padding, and ends with an error if an output changes or the test
+            shows nothing. Default: no padding.
 
     >>> serve.Options(port=0, pad={"t": (64, 128)}).max_batch
     32

@@ -17,21 +17,19 @@ def run(
     *,
     started: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serves bundles (exported models) until SIGTERM or SIGINT, and answers every accepted request
-    before it returns.
-
-    After the first SIGTERM or SIGINT, the server reports that it is not ready, and its responses
-    ask the clients to close their connections. When `options.drain` seconds have passed after the
-    signal, the server accepts no more connections. When the server has answered all accepted
-    requests, `run` returns. After a second SIGTERM or SIGINT, `run` returns immediately.
+    """Serves bundles until SIGTERM or SIGINT, and answers every accepted request before it returns.
 
         serve.run(["digits.fnet"], serve.Options(port=8000))
 
+    After the signal, the server reports that it is not ready, and its responses ask the clients to
+    close their connections; `options.drain` seconds later, it accepts no more. A second signal ends
+    it immediately.
+
     Args:
-        files: the bundles, strings of the form FILE, NAME=FILE or NAME:VERSION=FILE.
-        options: the options of the server. Default None: `serve.Options()`.
-        started: a function that is called with the address of the server when all programs are
-            compiled. Default: a function that does nothing.
+        files: the bundles, as FILE, NAME=FILE or NAME:VERSION=FILE.
+        options: Default None: `serve.Options()`.
+        started: called with the address of the server when all programs are compiled. Default: does
+            nothing.
 
     Raises:
         ImportError: Starlette or uvicorn is not installed.
