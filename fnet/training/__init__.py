@@ -1,8 +1,8 @@
-"""Training: the training state, the loop `fit`, checkpoints, data, metrics and optimizers.
+"""Training: the loop `fit` and its state, checkpoints, data, metrics and optimizers.
 
-You write the training step, a pure function `(state, batch) -> (state, metrics)`. `fit` calls the
-step for each batch, displays the progress, writes logs and checkpoints, runs evaluations, and
-resumes an interrupted run exactly.
+You write the step, a pure function `(state, batch) -> (state, metrics)`. `fit` calls it for each
+batch, prints, logs, evaluates and saves, and resumes an interrupted run exactly. For supervised
+learning, `train` writes the step, too.
 """
 
 from fnet.training import _flags as flags

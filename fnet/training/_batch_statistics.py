@@ -18,41 +18,37 @@ _NO_AVERAGE = 1 - 1e-6  # a leaf that keeps so much of its old value counts or s
 def batch_statistics(
     f: Callable, params: Any, state: Any, batches: Iterable[Any], *, key: Any = None
 ) -> Any:
-    """Recomputes the running statistics of a model, such as those of BatchNorm, from the given
-    batches.
+    """Recomputes the running statistics of a model, such as those of BatchNorm, from given batches.
 
-    The running statistics of BatchNorm are valid only for the parameters with which they were
-    computed. Therefore, recompute the statistics after you average, prune or quantize the
-    parameters. Each statistic, such as the mean of an activation, is computed for each of the given
-    batches, and the new running statistic is the mean of the results.
+    They are valid only for the parameters with which they were computed, so recompute them after
+    you average, prune or quantize these. The new statistic, such as the mean of an activation, is
+    the mean of its values in the batches.
 
-    The function works for any model whose state contains running averages `new = m * old + (1 -
-    m) * statistic`, and for averages that are divided by `1 - m ** counter`, either when they are
-    updated (Haiku's BatchNorm) or when they are used (Equinox's BatchNorm with mode="batch"). It
-    finds m, and which arrays are averages, by calling the model with several states. m may differ
-    from element to element and from batch to batch: a mean of each class, for example, that a batch
-    without the class does not change (m = 1) is the mean over the batches with the class.
+    This works for any model whose state has running averages `new = m * old + (1 - m) * statistic`,
+    also divided by `1 - m ** counter`, be it when they are updated (Haiku's BatchNorm) or when they
+    are used (Equinox's BatchNorm with mode="batch"). Which arrays are averages, and their m, is
+    found by calling the model with several states. m may differ from element to element and from
+    batch to batch: a mean of each class, which a batch without the class leaves unchanged (m = 1),
+    becomes the mean over the batches with the class.
 
     Args:
-        f: the model, a function that is called as `f(params, *batch, state=state, key=key,
-            train=True)` and returns (output, new state). If the state contains counters, f is also
-            called with train=False.
+        f: the model, called as `f(params, *batch, state=state, key=key, train=True)`, which returns
+          (output, new state). If the state contains counters, f is also called with train=False.
         params: the parameters.
-        state: the state of the model, for example from the training run. The old values of the
-            running averages in `state` are not used. Leaves of `state` that are not running
-            averages, such as counters, are returned unchanged; bools are those after an update.
+        state: the state of the model, for example from the training run. The old running averages
+          are not used. Other leaves, such as counters, are returned unchanged; bools are those
+          after an update.
         batches: the batches, all of the same size. A batch is a tuple of the arguments of f after
-            `params`. If f has only one argument after `params`, a batch may be this argument itself
-            instead of a tuple of length 1.
+          `params`, or the argument itself if there is only one.
         key: a PRNG key for f. Default None.
 
     Returns:
-        The state of the model with the new statistics.
+        The state with the new statistics.
 
     Raises:
         ValueError: `batches` is empty, a statistic of a batch is not finite, the new state has
-            another structure than `state`, or an array of the state is neither a running average
-            nor independent of the others.
+          another structure than `state`, or an array of the state is neither a running average nor
+          independent of the others.
 
     Source: Izmailov et al. (2018), section 3.2; PyTorch's `torch.optim.swa_utils.update_bn`.
 

@@ -18,10 +18,7 @@ LENGTHS = ("steps", "epochs")  # fields that state the length of a run, which ma
 
 
 class ConfigError(ValueError):
-    """A configuration is invalid, or differs from the configuration of the run that would be
-    resumed.
-
-    The message has one line.
+    """A configuration is invalid, or is not the one of the run to resume. The message has one line.
 
     >>> try:
     ...     tr.from_dict(dict, {"rate": "fast"})
@@ -32,20 +29,16 @@ class ConfigError(ValueError):
 
 
 def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "") -> Config:
-    """Returns an instance of the dataclass `cls` with the given values.
-
-    Fields for which `values` contains no value get their defaults.
+    """Returns a dataclass `cls` with the given values, and the defaults of its other fields.
 
     Args:
-      cls: a dataclass. The type of each field is bool, int, float or str, or a union of one of
-          these types and None.
+      cls: a dataclass. Its fields have the types bool, int, float or str, or one of these | None.
       values: the values, by field name.
-      source: the origin of the values, such as a file name, for error messages. Default "".
+      source: where they come from, such as a file name, for error messages. Default "".
 
     Raises:
-      ConfigError: `values` contains a name that is not a field of `cls`, or a value that does not
-        have the type of its field. A ConfigError is also raised if `values` contains no value for a
-        field without a default.
+      ConfigError: a name is not a field of `cls`, a value has another type than its field, or a
+        field without a default has no value.
 
     Example:
       >>> @dataclasses.dataclass(frozen=True)
@@ -77,13 +70,11 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
 
 
 def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
-    """Reads a configuration from a JSON file, and returns it as an instance of the dataclass `cls`.
-
-    The file may be local or in an object store.
+    """Reads a configuration, a dataclass `cls`, from a JSON file, local or in an object store.
 
     Raises:
-      ConfigError: the file does not exist, or does not contain a JSON object that `from_dict`
-          accepts.
+      ConfigError: there is no such file, or it does not contain a JSON object that `from_dict`
+        accepts.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)
@@ -108,14 +99,13 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
 
 
 def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
-    """Writes a configuration to `workdir/config.json` and returns the path of this file.
+    """Writes a configuration to `workdir/config.json`, and returns this path.
 
-    `fit(config=)` calls `save_config` after it has locked the folder of the run.
+    `fit(config=)` does so after it has locked the folder of the run.
 
     Args:
       config: a dataclass, or a dict of JSON types.
-      workdir: the folder of the run, as a path or a URL. The folder is created if it does not
-          exist.
+      workdir: the folder of the run, a path or a URL, which is created if it does not exist.
 
     >>> import json, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -130,22 +120,19 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 
 
 def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:
-    """Raises an error if `workdir` contains a run with another configuration.
+    """Raises an error if the config.json in `workdir` differs from `config`.
 
-    The function compares `config` with the file config.json in `workdir`. When `fit` resumes a run,
-    `fit(config=)` compares `config` with the configuration in the checkpoint.
+    To compare before training, call this; `fit(config=)` itself compares with the configuration in
+    the checkpoint that it resumes.
 
     Args:
       config: the current configuration, a dataclass.
-      workdir: the folder of the run. If the folder of the run contains no config.json, no error is
-          raised.
-      but: the names of fields whose values may differ between `config` and the run in `workdir`.
-        Fields that were declared with `compare=False` may also differ, and the values of the fields
-        `steps` and `epochs` may be larger than before. Default ().
+      workdir: the folder of the run. Without a config.json there is no error.
+      but: the names of fields that may differ. So may fields declared with `compare=False`, and
+        `steps` and `epochs` may have grown. Default ().
 
     Raises:
-      ConfigError: a field differs. The error message lists each field that differs, with its old
-          and new values.
+      ConfigError: a field differs. The message has the old and the new value of each.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)

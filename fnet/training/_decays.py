@@ -48,15 +48,14 @@ _PARTS_OF_IMPLICIT_ARRAYS = {"a", "b", "base", "values", "codes"}
 
 
 def decays(params: Any, axes: Any = None) -> Any:
-    """Returns a tree of bools that states to which leaves of `params` weight decay applies.
+    """Returns a tree of bools: whether weight decay applies to each leaf of `params`.
 
-    The result is False for biases and for the scales of normalizations, and True for all other
-    leaves. A bias may have several axes, for example in an attention layer or in a stack of layers,
-    so the number of axes decides nothing. If `axes` names the axes of a leaf, these decide: a bias
-    or a scale has one number for each output, so all of its axes are outputs (or layers). Otherwise
-    the name decides, such as "bias", "b", "scale", "offset" or "gamma" on the one hand, "kernel",
-    "w" or "embedding" on the other; in a module of Equinox, the class of the module that contains
-    the array `weight`.
+    It does not apply to biases and the scales of normalizations. The number of axes does not tell
+    them apart, since a bias in an attention layer or in a stack of layers has several. If `axes`
+    names the axes of a leaf, these decide: a bias or a scale has one number for each output, so all
+    of its axes are outputs (or layers). Otherwise the name decides, such as "bias", "b", "scale",
+    "offset" or "gamma" on the one hand, "kernel", "w" or "embedding" on the other; in a module of
+    Equinox, the class of the module that contains the array `weight`.
 
     Args:
         params: parameters of any library.

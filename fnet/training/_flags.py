@@ -36,18 +36,16 @@ def option(
     choices: Sequence[str] | None = None,
     decides: bool = True,
 ) -> Any:
-    """Returns a field for the dataclass of a configuration.
+    """Returns a field of a configuration, with the help and the allowed values of its flag.
 
     Args:
-      default: the value of the field if the flag is not given. If `default` is None, another
-        source, such as a preset, determines the value of the field.
+      default: the value without the flag. None leaves it to another source, such as a preset.
       help: the help text of the flag.
       within: the interval of allowed values, such as "[0, 1)" or "(0, 100]". Default None: any
-          value.
+        value.
       choices: the allowed values, a sequence of strings. Default None: any value.
-      decides: whether the value of the field affects the result of a run. With `decides=True`, an
-        interrupted run can be resumed only if this configuration field has the same value as
-        before. Default True.
+      decides: whether the field affects the result of a run, so that a resumed run must have the
+        same value. Default True.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,17 +59,13 @@ def option(
 
 
 def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
-    """Defines a flag for every field of a dataclass, and the flag --config.
-
-    The value of --config is the path of a JSON file that contains values of the fields.
+    """Defines a flag for every field of a dataclass, and --config, for a JSON file of such values.
 
     Args:
-      cls: the dataclass. The type of each field is bool, int, float or str, or a union of one of
-          these types and None.
+      cls: the dataclass. Its fields have the types bool, int, float or str, or one of these | None.
       values: the object in which the flags are defined, such as absl.flags.FLAGS.
-      by: the name of the field that selects a preset (a dict of field values). For example, if `by`
-        is "mode", the help text of each field with the default None contains "set by --mode" as the
-        default. Default None (no presets).
+      by: the field that selects a preset (a dict of field values). The help of each field with the
+        default None then says so, for example "set by --mode". Default None: no presets.
     """
     from absl import flags
 
@@ -104,21 +98,19 @@ def read(
 ) -> Config:
     """Returns the configuration that the flags describe.
 
-    `read` takes the value of a field from the first of these sources that contains a value: the
-    flag of the field, the file that --config names, the preset, and the default of the field.
+    Each field takes its value from the first of these that has one: its flag, the file of --config,
+    the preset, the field's default.
 
     Args:
       cls: the dataclass that was passed to `define`.
       values: the parsed flags.
-      presets: a dict {name of a preset: values of its fields}, such as
-        `presets.IMAGE_CLASSIFICATION`. Default None: there are no presets.
-      by: the name of the field whose value is the name of the preset. Default None: there are no
-          presets.
+      presets: values of the fields by the name of a preset, such as `presets.IMAGE_CLASSIFICATION`.
+        Default None.
+      by: the field whose value names the preset. Default None.
 
     Raises:
-      ConfigError: the preset is unknown, or a value has the wrong type. `read` does not check
-        whether a value is in the interval, or among the choices, that `option` declares for the
-        field. To check a configuration, call `check`.
+      ConfigError: the preset is unknown, or a value has the wrong type. The intervals and choices
+        of `option` are checked by `check`, not here.
     """
     chosen = {}
     if values.config:
@@ -138,11 +130,8 @@ def read(
 
 
 def check(config: Any) -> None:
-    """Raises ConfigError if a field of a configuration has a value that its `option` does not
-    allow.
-
-    An invalid value is outside the interval `within`, or is not one of the `choices`.
-    """
+    """Raises ConfigError if a field has a value that its `option` does not allow: outside the
+    interval `within`, or not one of the `choices`."""
     for field in dataclasses.fields(config):
         value, choices = getattr(config, field.name), field.metadata.get("choices")
         if value is None:
@@ -154,13 +143,13 @@ def check(config: Any) -> None:
 
 
 def check_within(name: str, value: float, interval: str) -> None:
-    """Raises ConfigError if a number is outside an interval, such as "(0, 1]", or is NaN.
+    """Raises ConfigError if a number is NaN or outside an interval.
 
     Args:
       name: the name of the flag, for the message.
       value: the number.
-      interval: the lower and the upper bound of `value` as a string, such as "(0, 1]". A square
-        bracket includes a bound, and a parenthesis excludes it.
+      interval: its bounds, such as "(0, 1]": a square bracket includes one, a parenthesis excludes
+        it.
 
     >>> tr.flags.check_within("rate", 0.5, "(0, 1]")    # no error
     """
@@ -172,8 +161,7 @@ def check_within(name: str, value: float, interval: str) -> None:
 
 
 def regular_file(name: str, path: str | Path) -> None:
-    """Raises ConfigError if the path is a pipe or a device, because reading from a pipe or a device
-    may never end.
+    """Raises ConfigError if the path is a pipe or a device, from which reading may never end.
 
     Args:
       name: the name of the flag, for the message.

@@ -1,7 +1,6 @@
 """Presets: tested hyperparameters for the experiments.
 
-Each dict in this module maps the name of a preset to the values of the fields of an experiment's
-configuration.
+Each dict maps the name of a preset to values of the fields of an experiment's configuration.
 """
 
 IMAGE_CLASSIFICATION = {  # by data set

@@ -14,19 +14,18 @@ from fnet.training.optim._averaging import averages, narrowed, widened
 
 @struct.dataclass
 class TrainState:
-    """The state of a training run: a pytree that can be passed through `jit`, donated, sharded and
-    saved.
+    """The state of a run: a pytree, which you can jit, donate, shard and save.
 
     Fields:
       step: the number of completed updates, an int32 scalar.
       params: the model's parameters.
-      state: the model's other arrays, such as batch statistics; `{}` if the model has none.
+      state: the model's other arrays, such as batch statistics; `{}` if it has none.
       opt_state: the optimizer's state.
       ema: an exponential moving average of `params`, or None. The average of 16-bit parameters is
-        stored in float32. Leaves that have no average, such as integers and keys, are those of
+        stored in float32. Leaves without an average, such as integers and keys, are those of
         `params`.
-      decay: the decay of the moving average, a float, or None if there is no average. `decay` is a
-          static field: JAX does not trace it, and checkpoints do not contain it.
+      decay: the decay of this average, a float, or None. It is static: JAX does not trace it, and
+        checkpoints do not contain it.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -58,8 +57,7 @@ class TrainState:
         Args:
           params: the model's parameters.
           tx: an Optax gradient transformation.
-          state: the model's other arrays, which are the second value that `model.init` returns.
-              Default None: `{}`.
+          state: the model's other arrays, the second value of `model.init`. Default None: `{}`.
           ema: the decay of a moving average of `params`, in [0, 1). Default None: no average.
 
         Raises:
@@ -81,20 +79,18 @@ class TrainState:
     def apply(
         self, tx: optax.GradientTransformation, grads: Any, *, state: Any = None, **extra: Any
     ) -> TrainState:
-        """Returns a new state, in which the parameters, the moving average, the optimizer state and
-        `step` are updated.
+        """Returns the state after one update of the parameters, their average and the optimizer.
 
             ema' = d ema + (1 - d) params',    d = min(decay, (1 + step) / (10 + step))
 
-        In the formulas of `apply`, a prime denotes the new value. In the first steps, the factor d
-        of the moving average is smaller than `decay`, so that the average soon forgets the initial
-        parameters.
+        A prime denotes the new value. d is smaller than `decay` at first, so that the average soon
+        forgets the initial parameters.
 
         Args:
           tx: the Optax transformation that was passed to `create`.
           grads: the gradient, a tree with the structure of `params`.
-          state: the new value of the field `state`. Default None: the old value is kept.
-          **extra: further keyword arguments for `tx.update`, such as `gradient=` for `tr.svrg`.
+          state: the new value of the field `state`. Default None: the old one.
+          **extra: more arguments for `tx.update`, such as `gradient=` for `tr.svrg`.
         """
         with jax.numpy_dtype_promotion("standard"):  # Adam's `decay ** step` needs it
             updates, opt_state = tx.update(grads, self.opt_state, self.params, **extra)

@@ -40,61 +40,55 @@ def train(
 ) -> Any:
     """Trains a model to map inputs to targets, with `fit` and all of its options.
 
-    `train` minimizes the mean of loss(model(params, x), y) over the examples of a batch. With a
-    weight w for each example, `train` minimizes the weighted mean:
+    The step minimizes the mean of loss(model(params, x), y) over the examples of a batch, or the
+    weighted mean, if each example has a weight w:
 
         sum_i w_i loss(model(params, x)_i, y_i) / sum_i w_i
 
-    An example of weight 0 has no influence on the loss, the metrics and the gradient, provided that
-    its loss is finite, and a batch whose weights are all 0 has the gradient 0. The logged metrics
-    and the evaluations are weighted means, too. Layers that combine the examples of a batch, such
-    as `BatchNorm`, do not know the weights. For any other objective, write your own step and call
-    `fit`.
+    The logged metrics and the evaluations are weighted, too. An example of weight 0 has no
+    influence on any of them, nor on the gradient, as long as its loss is finite; a batch of nothing
+    else has the gradient 0. Only layers that combine the examples of a batch, such as `BatchNorm`,
+    do not know the weights. For any other objective, write your own step and call `fit`.
 
     Args:
-      model: a layer. `train` initializes the parameters with the layer's method `init` and the
-        random seed `seed`, and calls the layer as `model(params, x, state=, key=, train=)`, in
-        evaluations without `key` and `train`.
-      data: a function that maps the number of a step to a batch, such as a `Batches` object, the
-        result of `from_iterator`, or your own function. A batch is a tuple (x, y) or (x, y,
-        weight), or a dict. If a batch is a dict, `inputs` and `targets` are the keys of x and y in
-        the dict, and "weight" is the key of the weights, if there are any. The weights are numbers
-        >= 0 (or bools), an array [batch].
-      loss: a function of the model's outputs and the targets that returns one value for each
-        example, such as `optax.softmax_cross_entropy_with_integer_labels`. If it returns several
-        values for each example, such as one for each token, the value of the example is their mean.
-      optimizer: an Optax gradient transformation. An optimizer of `tr.optimizer` learns the axes of
-        the parameters from the model, unless it is inside of another transformation, such as
-        `optax.chain`; pass it `axes=` then.
-      epochs, steps: the length of the training, in epochs or in steps. Pass either `epochs` or
-          `steps`.
-      validation: the data set for evaluations, with one of the structures of a batch. It may have
-        weights as well. The results of the evaluations are logged as "validation/loss" and, for
-        each of the `metrics`, as "validation/NAME". Default None: no evaluations.
-      metrics: a dict {name: function} of metrics. Like `loss`, each function maps the outputs and
-        the targets to one value for each example. An example of `metrics` is {"accuracy": lambda
-        logits, y: logits.argmax(-1) == y}. Default None: only the loss.
-      inputs, targets: the keys of the inputs and the targets, if batches are dicts. Default "x" and
-          "y".
-      seed: the seed of the random keys for the initial parameters and for dropout. Default 0.
-      ema: the decay of a moving average of the parameters. If `ema` is given, the evaluation uses
-        the moving average instead of the parameters. Default None (no average).
-      every: the number of steps between two evaluations. Default None: one epoch, or the whole run
-        if the length of an epoch is unknown.
-      **options: further arguments for `fit`, such as workdir, early_stop, restore_best, progress
-          and config.
+      model: a layer. `train` initializes it with `model.init` and the `seed`, and calls it as
+        `model(params, x, state=, key=, train=)`, in evaluations without `key` and `train`.
+      data: a function from the number of a step to a batch, such as a `Batches` or the result of
+        `from_iterator`. A batch is a tuple (x, y) or (x, y, weight), or a dict in which `inputs`
+        and `targets` are the keys of x and y, and "weight" that of the weights, if any. Weights are
+        numbers >= 0 or bools, [batch].
+      loss: a function of the outputs and the targets with one value for each example, such as
+        `optax.softmax_cross_entropy_with_integer_labels`. Several values for an example, such as
+        one for each token, count by their mean.
+      optimizer: an Optax gradient transformation. One of `tr.optimizer` learns the axes of the
+        parameters from the model, except inside of another transformation, such as `optax.chain`;
+        pass it `axes=` then.
+      epochs, steps: the length of the training. Pass one of them.
+      validation: the data set for evaluations, in one of the forms of a batch, also with weights.
+        The results are logged as "validation/loss" and "validation/NAME" for each of the `metrics`.
+        Default None: no evaluations.
+      metrics: functions by name, which map outputs and targets to one value for each example, as
+        `loss` does: {"accuracy": lambda logits, y: logits.argmax(-1) == y}. Default None: only the
+        loss.
+      inputs, targets: the keys of batches that are dicts. Default "x" and "y".
+      seed: the seed of the initial parameters and of dropout. Default 0.
+      ema: the decay of a moving average of the parameters, with which the evaluation then works.
+        Default None: no average.
+      every: steps between evaluations. Default None: one epoch, or the whole run if the length of
+        an epoch is unknown.
+      **options: more arguments of `fit`, such as workdir, early_stop, restore_best, progress and
+        config.
 
     Returns:
-      The last `TrainState`, or with `restore_best=True`, the best `TrainState`.
+      The last `TrainState`, or with `restore_best=True` the best.
 
     Raises:
-      TypeError: `model` has no `init`, `data` is not a function of the step, a batch does not
-        contain both inputs and targets, or a batch contains an array that `train` does not use.
-      ValueError: `epochs` and `steps` are both given or both missing, or `epochs` is given but the
-        length of an epoch is unknown. A ValueError is also raised if the loss or a metric does not
-        return at least one value for each example, if the weights have another shape, or if a
-        weight of a batch or of `validation` is negative or not finite.
-      Other errors: `train` also raises the errors of `fit`.
+      TypeError: `model` has no `init`, `data` is not a function of the step, a batch lacks inputs
+        or targets, or it contains an array that `train` does not use.
+      ValueError: `epochs` and `steps` are both given or both missing; `epochs` is given for data
+        whose epoch has no known length; the loss or a metric returns less than one value for each
+        example; or weights have another shape, are negative or not finite.
+      Other errors: those of `fit`.
 
     Example:
       >>> import numpy as np

@@ -25,33 +25,28 @@ from fnet.training.checkpoints._writing import write
 
 
 class Checkpoints(Reading):
-    """Saves the checkpoints of one run in the background, and keeps the latest and the best
-    checkpoints.
+    """Saves the checkpoints of one run in the background, and keeps the latest and the best.
 
-    A checkpoint is a folder whose name is the number of its step. The folder of a checkpoint
-    contains safetensors files with the arrays, and a manifest (a JSON file that describes the
-    arrays). The manifest of a checkpoint contains checksums of every shard, of every file and of
-    the manifest itself. In a local folder, the checkpoint is written under a temporary name,
-    fsynced and renamed. In an object store, the manifest (JSON file) of the checkpoint is written
-    last. Therefore, if the process is killed while it saves a checkpoint, the earlier checkpoints
-    remain valid. When a checkpoint is read, all of its bytes are verified.
+    A process that is killed in the middle of a save damages nothing: a local checkpoint is written
+    under a temporary name, fsynced and renamed; in an object store, its manifest is written last.
+    Each checkpoint is a folder named by its step, with the arrays in safetensors files and a JSON
+    manifest that has checksums of every shard, every file and itself. Reading one verifies all of
+    its bytes.
 
     Args:
       folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix,
-        gs://bucket/prefix, az://container/prefix). The folder is created if it does not exist. The
-        first call of `save` locks the folder for this process.
-      keep: the number of the latest checkpoints to keep. Default 3.
-      keep_every: a number of steps. Every checkpoint whose step is a multiple of `keep_every` is
-        also kept. Default None (only the latest and the best checkpoints are kept).
-      best: the name of a metric that is passed to `save`. The checkpoint with the best value of the
-        metric is also kept. Default None (no metric).
-      mode: "max" if the largest value of the metric is the best, "min" if the smallest value is the
-        best. Default None: "max" for accuracies, "min" for losses and errors, and other well-known
-        metrics accordingly. For any other metric, `mode` must be given.
+        gs://bucket/prefix, az://container/prefix), which is created if it does not exist. The first
+        `save` locks it for this process.
+      keep: how many of the latest checkpoints stay. Default 3.
+      keep_every: keep each checkpoint whose step is a multiple of it, too. Default None.
+      best: the name of a metric that `save` gets. The checkpoint with its best value also stays.
+        Default None.
+      mode: "max" or "min": which value is the best. Default None: known for accuracies, losses,
+        errors and other common metrics; required for the rest.
 
     Raises:
-      ValueError: `keep` or `keep_every` is less than 1, `mode` is neither "max" nor "min", or
-        `mode` is missing for a metric whose direction fnet does not know.
+      ValueError: `keep` or `keep_every` is less than 1, `mode` is neither "max" nor "min", or it is
+        missing for a metric whose direction fnet does not know.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder, keep=2) as checkpoints:
@@ -103,14 +98,11 @@ class Checkpoints(Reading):
         self.close()
 
     def lock(self) -> None:
-        """Locks the folder for this process, and removes the files of incomplete saves.
-
-        The lock is held until `close` is called or the process ends.
+        """Locks the folder until `close` or the end of the process, and removes incomplete saves.
 
         Raises:
-          CheckpointError: another run uses the folder, or the folder cannot be written to. A
-            CheckpointError is also raised if this process already holds the lock, but the folder
-            has been removed or replaced.
+          CheckpointError: another run uses the folder, it cannot be written to, or this process has
+            the lock but the folder was removed or replaced.
         """
         if jax.process_index() > 0:
             return
@@ -139,8 +131,8 @@ class Checkpoints(Reading):
         """Removes all checkpoints.
 
         Raises:
-          CheckpointError: another run uses the folder, or the folder contains files that do not
-            belong to checkpoints. If `clear` raises a CheckpointError, no file has been removed.
+          CheckpointError: another run uses the folder, or it contains files that do not belong to
+            checkpoints. Nothing was removed.
         """
         self.wait()
         self.lock()
@@ -196,23 +188,19 @@ class Checkpoints(Reading):
         """Saves `tree` as the checkpoint of step `step`, in the background.
 
         `save` waits for the previous save, dispatches a copy of the arrays on the device, and
-        returns. An earlier checkpoint of `step` is replaced. If the save in the background fails,
-        the next call of `save`, `wait` or `close` raises the error.
+        returns. An error in the background is raised by the next call of `save`, `wait` or `close`.
 
         Args:
-          step: the step, which is also the name of the checkpoint.
+          step: the step, which names the checkpoint. An earlier checkpoint of it is replaced.
           tree: any pytree of JAX arrays, NumPy arrays, PRNG keys and Python numbers.
-          metrics: a dict {name: value} of metrics, including the metric that `best` names. Default
-              None: no metrics.
-          notes: a dict {name: value} of other data to store in the manifest (JSON file) of the
-            checkpoint. The values have JSON types. Default None: no other data.
-          sound: a bool scalar on the device, for example whether all parameters are finite. If
-            `sound` is False, the checkpoint is not saved. Default None: the checkpoint is always
-            saved.
+          metrics: metrics by name, with the one that `best` names. Default None.
+          notes: other data of JSON types by name, for the manifest. Default None.
+          sound: a bool scalar on the device, such as whether all parameters are finite. If it is
+            False, nothing is saved. Default None: always save.
 
         Raises:
           CheckpointError: the folder cannot be written to, another run uses it, or the previous
-              save failed.
+            save failed.
           TypeError: a leaf has an unsupported type.
         """
         leaves = _leaves.paths(tree)
@@ -238,21 +226,20 @@ class Checkpoints(Reading):
         metrics: Mapping[str, float] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Adds metrics and notes to the manifest (JSON file) of a saved step, in the background.
+        """Adds metrics and notes to a saved step, in the background and without writing its arrays
+        again.
 
-        A pending save is completed before the manifest is changed. The arrays of the checkpoint are
-        not written again. If `sound` was False in the call of `save`, the step has no checkpoint,
-        and `amend` has no effect.
+        A pending save is completed first. Has no effect on a step that was not saved because
+        `sound` was False.
 
         Args:
           step: a step that was passed to `save`.
-          metrics, notes: as in `save`. If the manifest of the checkpoint already contains a value
-            with the same name, the value is replaced.
+          metrics, notes: as in `save`. They replace values of the same name.
 
         Raises:
           CheckpointError: the folder has been removed or replaced, or another run has taken it
-            over. If the background thread fails, the next call of `save`, `wait` or `close` raises
-            its error.
+            over. An error in the background is raised by the next call of `save`, `wait` or
+            `close`.
         """
         self._held(ask=False)
         if jax.process_index() == 0:

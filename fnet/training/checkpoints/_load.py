@@ -22,12 +22,12 @@ class Snapshot:
     """The result of `load`: a saved state of a run.
 
     Fields:
-      step: the step at which the state was saved.
-      params: the parameters, a tree with the same dicts, lists and tuples as in the run.
-      state: the model's other arrays, such as batch statistics; {} if the model has none.
-      config: the `config` that was passed to `fit`, as a dict, or None if no `config` was passed.
+      step: the step at which it was saved.
+      params: the parameters, in the same dicts, lists and tuples as in the run.
+      state: the model's other arrays, such as batch statistics; {} if it has none.
+      config: the `config` of `fit` as a dict, or None.
       metrics: the metrics of the evaluations at `step`, such as {"validation/accuracy": 0.97}; {}
-        if there was no evaluation.
+        if there was none.
       ema: the moving average of the parameters, or None.
 
     >>> snapshot = tr.Snapshot(step=10, params={"w": jnp.ones(3)}, state={}, config=None, metrics={})
@@ -50,27 +50,23 @@ class Snapshot:
 
 
 def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
-    """Loads the best state of a run, the last state, or the state of a given step.
+    """Loads the last or the best state of a run, or that of a step, without the code of the run.
 
-    `load` does not need the code that created the state. `load` verifies every byte of the
-    checkpoint. The files of a checkpoint contain only JSON and arrays, and `load` executes nothing
-    in them.
+    The files contain only JSON and arrays. Every byte is verified, and nothing is executed.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      which: "best", "last" or the number of a step. "best" is the state with the best value of the
-        metric that was passed to `fit(best=)` or `fit(early_stop=)`. Default "last".
+      which: "last", "best" (by the metric of `fit(best=)` or `fit(early_stop=)`) or the number of a
+        step. Default "last".
 
     Returns:
-      A `Snapshot`. If the saved state has a part "params", as a `TrainState` has, `Snapshot.params`
-      is this part.
-      If the saved state has no part "params", `Snapshot.params` is the complete state.
+      A `Snapshot`. Its `params` are the part "params" of the saved state, as in a `TrainState`, or
+      all of it if there is no such part.
 
     Raises:
       FileNotFoundError: `workdir` contains no run, or the step was not saved.
-      CheckpointError: the checkpoint is damaged, or `which` is "best" and there is no best state. A
-        run has a best state only if a metric was passed to `fit(best=)` or `fit(early_stop=)`, and
-        this metric is finite in at least one checkpoint.
+      CheckpointError: the checkpoint is damaged, or there is no best state: the run named no metric
+        for it, or its value is finite in no checkpoint.
       ValueError: `which` is neither "best" nor "last" nor a number.
 
     Example:
@@ -95,26 +91,24 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
 def restore(
     workdir: str | os.PathLike, like: Any, which: str | int = "last", *, cast: bool = False
 ) -> Any:
-    """Returns the full saved state of a run, with the structure and the shardings of `like`.
-
-    The full state includes the parameters, the optimizer state and the step counter.
+    """Returns the whole saved state of a run, optimizer and step counter included, to go on
+    training.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      like: a state with the structure of the saved state, such as `TrainState.create(...)`. The
-          leaves of `like` may be `jax.ShapeDtypeStruct`s instead of arrays.
+      like: a state with the structure of the saved one, such as `TrainState.create(...)`, also of
+        `jax.ShapeDtypeStruct`s. The result has its structure and its shardings.
       which: "best", "last" or the number of a step, as for `load`. Default "last".
-      cast: whether to convert the saved leaves to the dtypes of the leaves of `like`. Default
-        False: a different dtype raises an error.
+      cast: convert saved leaves to the dtypes of `like`. Default False: another dtype is an error.
 
     Returns:
-      The saved state. To continue the training in another workdir, pass the saved state to
+      The saved state. To continue the training in another workdir, pass it to
       `fit(step, state, ...)`.
 
     Raises:
       FileNotFoundError, ValueError: as for `load`.
-      CheckpointError: as for `load`. A CheckpointError is also raised if saved leaves differ from
-        `like` in name, shape or dtype. The error message lists the leaves that differ.
+      CheckpointError: as for `load`, or saved leaves differ from `like` in name, shape or dtype.
+        The message lists them.
 
     >>> import tempfile
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))

@@ -20,8 +20,7 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, written or used. The message of a CheckpointError says what to
-    do.
+    """A checkpoint cannot be read, written or used. The message says what to do.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder) as checkpoints:
@@ -51,8 +50,8 @@ class CheckpointWarning(UserWarning):
 
 
 class Reading:
-    """The methods of `Checkpoints` that read checkpoints. The methods of `Reading` change the
-    folder only to rename damaged checkpoints."""
+    """The methods of `Checkpoints` that read. They change the folder only to rename damaged
+    checkpoints."""
 
     folder: Path | StorePath
     _where: Folder | Objects
@@ -64,28 +63,23 @@ class Reading:
         raise NotImplementedError
 
     def steps(self) -> list[int]:
-        """Returns the steps of the checkpoints in ascending order.
-
-        Incomplete checkpoints, and damaged checkpoints that were renamed, are not included.
-        """
+        """Returns the steps of the checkpoints in ascending order, without incomplete and renamed
+        ones."""
         with named(self.folder):
             return self._where.steps()
 
     def damaged(self) -> list[str]:
-        """Returns the names of the folders of damaged checkpoints, such as "400.damaged" for step
-        400."""
+        """Returns the folders of damaged checkpoints, such as "400.damaged" for step 400."""
         with named(self.folder):
             return self._where.damaged()
 
     def latest(self) -> int | None:
-        """Returns the step of the latest checkpoint, or None if there is no checkpoint."""
+        """Returns the step of the latest checkpoint, or None."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Returns the step of the checkpoint with the best value of the metric `best`.
-
-        Returns None if no metric was named, or no checkpoint has a finite value of the metric.
-        """
+        """Returns the step with the best value of the metric `best`, or None: no metric was named,
+        or no checkpoint has a finite value of it."""
         if self._best is None:
             return None
         values = {step: self._value(step) for step in self.steps()}
@@ -94,8 +88,7 @@ class Reading:
         return min(finite, key=lambda step: (sign * values[step], step), default=None)
 
     def notes(self, step: int | None = None) -> dict[str, Any]:
-        """Returns the notes that were passed to `save` for a step. If `step` is None, the latest
-        checkpoint is used.
+        """Returns the notes that were passed to `save` for a step, by default the latest.
 
         Raises:
           FileNotFoundError, CheckpointError: as for `restore`.
@@ -112,40 +105,35 @@ class Reading:
         """Returns the tree that was saved at `step`, with the structure, shardings and leaf types
         of `target`.
 
-        If a checkpoint is being saved in the background, `restore` waits until the save is
-        complete. If `step` is None, `restore` returns the newest undamaged checkpoint. If newer
-        checkpoints are damaged, `restore` renames them to STEP.damaged, and issues a
-        `CheckpointWarning`. `restore` never deletes damaged checkpoints.
+        `restore` waits for a save in the background, and never omits or initializes a leaf
+        silently. Without a `step`, it takes the newest undamaged checkpoint: damaged ones are
+        renamed to STEP.damaged, with a `CheckpointWarning`, and never deleted.
 
         Args:
-          target: a tree with the structure of the saved tree. The leaves of `target` may be
-            `jax.ShapeDtypeStruct` objects instead of arrays. The restored arrays get the shardings
-            of `target`. The numbers of devices and processes may differ from the numbers at the
-            time of saving. With several processes, each process reads and verifies only the shards
-            that its devices need.
-          step: the step of the checkpoint. Default None: the newest undamaged checkpoint.
-          cast: whether to convert each saved leaf to the dtype of the leaf in `target`. If `cast`
-            is False, and the dtype of a saved leaf differs from the dtype in `target`, an error is
-            raised. Default False.
-          part: the path of the subtree to restore, such as "state". `target` must have the
-            structure of the subtree `part`. Default "": the complete saved tree.
+          target: a tree with the structure of the saved one, of arrays or `jax.ShapeDtypeStruct`s.
+            The numbers of devices and processes may differ from those at the time of saving; with
+            several processes, each reads and verifies only the shards that its devices need.
+          step: the step of the checkpoint. Default None: the newest undamaged one.
+          cast: convert saved leaves to the dtypes of `target`. Default False: another dtype is an
+            error.
+          part: the path of a subtree, such as "state", whose structure `target` then has. Default
+            "": the whole tree.
 
         Raises:
-          FileNotFoundError: the requested checkpoint does not exist.
-          CheckpointError: no checkpoint can be read, or the checkpoint differs from `target` in the
-            name, shape or dtype of a leaf. The message lists all differences. `restore` never
-            silently omits or initializes a leaf.
+          FileNotFoundError: the checkpoint does not exist.
+          CheckpointError: no checkpoint can be read, or it differs from `target` in the name, shape
+            or dtype of a leaf. The message lists all differences.
         """
         return self._newest(step, lambda step: self._read(step, target, cast, part))
 
     def read(self, step: int | None = None) -> tuple[dict[str, Any], Any]:
-        """Reads a checkpoint. Unlike `restore`, the method `read` needs no target tree.
+        """Reads a checkpoint without a target tree. Returns (manifest, tree).
 
-        Returns (manifest, tree). The tree consists of dicts, lists, tuples, arrays and numbers.
+        The tree consists of dicts, lists, tuples, arrays and numbers.
 
         Args:
-          step: the step of the checkpoint. Default None: the newest undamaged checkpoint, as for
-              `restore`.
+          step: the step of the checkpoint. Default None: the newest undamaged one, as for
+            `restore`.
 
         Raises:
           FileNotFoundError, CheckpointError: as for `restore`.
@@ -225,13 +213,11 @@ class Reading:
         return _shards.first_says(step)
 
     def verify(self, step: int | None = None) -> int:
-        """Reads and verifies a checkpoint, and returns its step. If `step` is None, the newest
-        checkpoint is verified.
+        """Reads and verifies a checkpoint, by default the newest, and returns its step.
 
         Raises:
-          FileNotFoundError: the requested checkpoint does not exist.
-          CheckpointError: the checkpoint is damaged. The error message names the damaged file or
-              leaf.
+          FileNotFoundError: the checkpoint does not exist.
+          CheckpointError: the checkpoint is damaged. The message names the file or leaf.
         """
         step = self._there(step)
         try:

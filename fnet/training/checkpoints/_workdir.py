@@ -14,20 +14,17 @@ CHECKPOINTS, PLAN = "checkpoints", "plan.txt"
 
 
 def clear(workdir: str | os.PathLike) -> None:
-    """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt. All other
-    files are kept.
+    """Removes the run in `workdir`: checkpoints, logs, config.json and plan.txt. Other files stay.
 
-    To start a run again from its first step, use `fit(..., restart=True)` instead. `restart=True`
-    is safer than removing the folder, because it removes the old run only after `fit` has checked
-    the arguments of the new run.
+    To train again from the first step, use `fit(..., restart=True)` instead, which removes the old
+    run only after it has checked the arguments of the new one.
 
     Args:
-      workdir: the folder of the run, as a path or a URL. The folder does not have to exist.
+      workdir: the folder of the run, as a path or a URL. It need not exist.
 
     Raises:
-      CheckpointError: a training run uses the folder, or the subfolder checkpoints/ contains files
-        that do not belong to checkpoints. If `clear` raises a CheckpointError, nothing has been
-        removed.
+      CheckpointError: a run uses the folder, or its checkpoints/ contains files that do not belong
+        to checkpoints. Nothing was removed.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
