@@ -26,9 +26,9 @@ def random_crop(
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels].
-      padding: the number of pixels added to each side. Default 4.
-      mode: the padding mode of `jnp.pad`. "constant" pads with zeros, and "reflect" with a mirrored
-        copy of the image. Default "constant".
+      padding: the pixels added to each side. Default 4.
+      mode: "constant" pads with zeros, "reflect" with a mirrored copy; or another mode of
+        `jnp.pad`. Default "constant".
 
     Example:
       >>> random_crop(jax.random.key(0), jnp.ones((2, 8, 8, 1)), 2).shape
@@ -80,14 +80,12 @@ def random_flip(key: jax.Array, images: jax.Array) -> jax.Array:
 def cutout(key: jax.Array, images: jax.Array, size: int = 8) -> jax.Array:
     """Sets the pixels in a square of each image to zero.
 
-    The center of the square is uniformly distributed over the image, so a part of the square may be
-    outside the image.
+    The center is uniform over the image, so the square may reach beyond it.
 
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels].
-      size: the side length of the square in pixels. If `size` is 0, the images do not change.
-          Default 8.
+      size: the side of the square in pixels. 0 changes nothing. Default 8.
 
     Source: DeVries and Taylor (2017), Improved Regularization of Convolutional Neural Networks with
     Cutout.
@@ -118,17 +116,15 @@ def random_affine(
 ) -> jax.Array:
     """Rotates, scales and shifts each image by random amounts.
 
-    The result is interpolated bilinearly. Pixels outside the original image count as zero.
+    The result is interpolated bilinearly; what comes from outside the image is zero.
 
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels], floating point.
-      degrees: the largest rotation in either direction, in degrees. The angle is uniform in
-        [-degrees, degrees]. Default 10.
-      scale: the largest relative change of the size. The scale factor is uniform in [1 - scale, 1 +
-        scale]. Default 0.1.
-      shift: the largest translation along each axis, as a fraction of the image size. The
-        translation is uniform in [-shift, shift] times the size of the image. Default 0.1.
+      degrees: the angle is uniform in [-degrees, degrees]. Default 10.
+      scale: the scale factor is uniform in [1 - scale, 1 + scale]. Default 0.1.
+      shift: the translation along each axis is uniform in [-shift, shift] times the image's size.
+        Default 0.1.
 
     Raises:
       TypeError: the images are integers, which cannot be interpolated.

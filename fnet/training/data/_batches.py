@@ -10,23 +10,20 @@ from fnet.training.data._arrays import as_arrays, digest, rows_of
 
 
 class Batches:
-    """Shuffled batches of arrays in memory. If `batches` is an instance of `Batches`, `batches(i)`
-    is the batch of step i.
+    """Shuffled batches of arrays in memory, as a function: `batches(i)` is the batch of step i.
 
-    Each epoch is a random permutation of the examples. The permutations of all epochs are
-    concatenated to one sequence of examples. Batch i contains the examples at positions i *
-    batch_size to (i + 1) * batch_size - 1 of the sequence of examples from all epochs. Every
-    example occurs once in each epoch, and all batches have the same size. A resumed run continues
-    with the same batches, without a saved iterator.
+    Each epoch is a random permutation of the examples. The epochs follow one another, and batch i
+    takes the positions i * batch_size to (i + 1) * batch_size - 1 of this sequence. So every
+    example occurs once in each epoch, all batches have the same size, and a resumed run continues
+    with the same batches without a saved iterator.
 
     Args:
-      data: arrays with one row for each example. The arrays are in a dict such as {"image": [n,
-        ...], "label": [n]}, in a tuple, or in nested dicts and tuples. A pandas DataFrame is
-        treated as a dict of its columns. A batch has the same structure as `data`.
+      data: arrays with one row for each example, in a dict such as {"image": [n, ...], "label":
+        [n]}, a tuple, nested dicts and tuples, or a pandas DataFrame, which counts as a dict of its
+        columns. A batch has the same structure.
       batch_size: the number of examples in a batch.
       seed: the seed of the permutations. Default 0.
-      shuffle: whether to permute the examples. If `shuffle` is False, every epoch contains the
-        examples in the order of the arrays. Default True.
+      shuffle: False takes the examples in the order of the arrays, in every epoch. Default True.
 
     Raises:
       ValueError: `data` contains no arrays, its arrays have different lengths, or `batch_size` is
@@ -52,7 +49,7 @@ class Batches:
         self._order: tuple[int, np.ndarray] = (-1, np.arange(self.length))
 
     def __call__(self, step: int) -> Any:
-        """Returns the batch of step `step`. The first step has the number 0."""
+        """Returns the batch of a step, the first of which is 0."""
         return rows_of(self.data, self.index(step), f"batch {step}")
 
     def index(self, step: int) -> np.ndarray:
@@ -68,11 +65,8 @@ class Batches:
         return np.concatenate(parts)
 
     def identity(self) -> dict[str, Any]:
-        """Returns a dict of values that identify the data.
-
-        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the
-        result of `identity`, a digest of one batch and `digest` have not changed.
-        """
+        """Returns what identifies the data. `fit` stores it in each checkpoint, and resumes a run
+        only if this, a digest of one batch and `digest` are unchanged."""
         return {
             "examples": self.length,
             "batch_size": self.batch_size,

@@ -24,34 +24,30 @@ def read_csv(
     delimiter: str = ",",
     missing: Any = None,
 ) -> dict[str, np.ndarray]:
-    """Reads a CSV file. Returns a dict {name of a column: array}, which can be passed to `Batches`.
+    """Reads a CSV file into a dict {column: array}, as `Batches` takes it.
 
-    A column of integers gets the dtype int32, or int64 if int32 is too small. A column of numbers
-    that are not all integers gets the dtype float32, or float64 if float32 would change what the
-    column says: integers that float32 rounds, numbers of more than seven digits from 2^24 up (Unix
-    times with fractions), values that differ only in digits which float32 does not have, and
-    numbers that float32 rounds to 0. A column that contains only the values true and false gets the
-    dtype bool. A column with any other content is read as text, with NumPy's str dtype. Dates are
-    text, and so are integers that do not fit into 64 bits. The file must be encoded in UTF-8. Cells
-    may be quoted, and quoted cells may contain delimiters and line breaks. Empty lines are skipped.
+    A column of integers becomes int32, other numbers float32, and a column of true and false bool.
+    What 32 bits would change becomes int64 or float64: integers beyond int32, and in a column with
+    fractions integers that float32 rounds, numbers of more than seven digits from 2^24 up (Unix
+    times), values that differ only in digits which float32 does not have, and numbers that it
+    rounds to 0. Everything else is text, with NumPy's str dtype, dates for example, and integers
+    beyond 64 bits. The file is UTF-8. Quoted cells may contain delimiters and line breaks, and
+    empty lines are skipped.
 
     Args:
       path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://),
         as for `read_tokens`.
-      names: the names of the columns, for a file whose first line contains data. Default None: the
-        first line of the file contains the names of the columns.
+      names: the names of the columns, for a file that begins with data. Default None: the first
+        line has them.
       delimiter: the character between cells, such as ";" or a tab. Default ",".
-      missing: how missing values are handled. In a column of numbers or bools, a value is missing
-        if its cell is empty or contains NA, N/A, NaN, null, none or ?. With `missing=None`, a
-        missing value raises an error. With `missing="drop"`, each row with a missing value is
-        omitted. If `missing` is a number or a dict {column: number}, missing values are replaced by
-        the number. Cells in a column of text are not changed, even if they are empty or contain NA.
-        Default None.
+      missing: what becomes of missing values in columns of numbers or bools: empty cells and NA,
+        N/A, NaN, null, none or ?. "drop" omits their rows; a number, or a dict {column: number},
+        replaces them. Text is never changed. Default None: they are an error.
 
     Raises:
-      ValueError: the file is not a CSV table with one cell for each column in each row, a value is
-        missing and `missing` contains no replacement, or a number is too large for float32 or an
-        integer too large for its column. The error message names the file and the line.
+      ValueError: a row does not have one cell for each column, a value is missing without a
+        replacement, a number is too large for float32, or an integer is too large for its column.
+        The message names the file and the line.
       FileNotFoundError: the file does not exist.
 
     Example:

@@ -129,34 +129,29 @@ def load(
     base_url: str | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Dataset:
-    """Reads a data set from disk, and downloads missing files.
+    """Returns a data set of images, and downloads its files if they are missing.
 
-    The files of a data set must have the names under which its authors publish them. `load`
-    searches for the files of the data set in the folder `data_dir/name`, then in the folder
-    `data_dir`. `load` downloads missing files into `data_dir/name`. A downloaded file gets its
-    final name only if it has the published size and MD5 checksum.
+    `load` looks in `data_dir/name`, then in `data_dir`, for files with the names under which the
+    authors publish them, and downloads into `data_dir/name`. A download gets its name only when its
+    size and MD5 checksum are the published ones. See docs/data.md.
 
     Args:
         name: "digits", "mnist", "fashion_mnist" or "cifar10".
-        data_dir: the folder of the data set's files. For "digits", no folder is used, because the
-            images are in the package `scikit-learn`. Default None: the folder that the environment
-            variable `FNET_DATA` names, or ~/.cache/fnet.
-        split: how to divide the 1,797 images of "digits" into a training set and a test set (see
-            `load_digits`).
-            With "random", the split is a fixed 80/20 split, stratified by class. With "last20", the
-            last 20 % of the images are the test set, which is a common choice. Data sets other than
-            "digits" have the split of their authors. Default "random".
+        data_dir: the folder of the files. Default None: the folder that the environment variable
+          `FNET_DATA` names, or ~/.cache/fnet. Not used for "digits", which is in the package
+          `scikit-learn`.
+        split: how to divide the 1,797 images of "digits", which comes without a test set: "random",
+          a fixed 80/20 split, stratified by class, or "last20", the common choice of the last 20 %.
+          See `load_digits`. Default "random".
         download: whether `load` may download missing files. Default True.
-        base_url: the URL to download from. Default None: the published URLs.
-        announce: a function that is called with a message (str) before each download. Default None:
-            no messages.
+        base_url: the URL to download from. Default None: the published ones.
+        announce: a function that gets a message (str) before each download. Default None.
 
     Returns:
         A `Dataset`.
 
     Raises:
-        ValueError: the name of the data set or the split is unknown, or a file does not have the
-            expected content.
+        ValueError: the name or the split is unknown, or a file does not have the expected content.
         FileNotFoundError: a file is not on disk and cannot be downloaded.
 
     >>> load("digits").test_images.shape
@@ -194,15 +189,13 @@ def load(
 def load_digits(split: str = "random") -> Dataset:
     """Returns scikit-learn's 1,797 scans of handwritten digits, 8×8 pixels.
 
-    The gray levels of the scans, 0 (black) to 16, are converted to round(255 · level / 16). As in
-    the other data sets, the converted gray levels are in the range 0 to 255.
+    Their gray levels, 0 (black) to 16, become round(255 · level / 16), so that they range from 0 to
+    255 as in the other data sets.
 
     Args:
-        split: how to divide the images into a training set and a test set. With "random", the test
-            images are drawn at random from each class, and are the same in every call. The split
-            "random" has 1,437 training images and 360 test images, which are 20 % of the images of
-            each class, to within one image. With "last20", the test set is the last 20 % of the
-            images in the file, which are 360 images. Default "random".
+        split: "random" draws the test images from each class, the same in every call: 360 images,
+          20 % of each class to within one, which leaves 1,437 for training. "last20" takes the last
+          20 % of the file, also 360 images. Default "random".
 
     Returns:
         A `Dataset`.

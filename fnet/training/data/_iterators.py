@@ -40,55 +40,42 @@ def from_iterator(
     shuffle: bool = True,
     resume: str | None = None,
 ) -> Callable[[int], Any]:
-    """Converts an iterable source of data to batches for `fit`.
+    """Makes batches for `fit` from an iterable: a DataLoader, a dataset, a generator function.
 
-    The result of `from_iterator` is a function `batches`: `batches(i)` is the batch of step i.
-    After the last batch of an epoch, the first batch of the next epoch follows. The attribute
-    `batches.resume` states which batches a resumed run gets, and `fit` logs this information. The
-    value of `batches.resume` is one of the strings "exact", "epoch" and "none":
+    The result is a function: `batches(i)` is the batch of step i, and one epoch follows another.
+    Tensors of torch and TensorFlow become NumPy arrays, without an import of torch, TensorFlow,
+    datasets, torchdata or grain. Which batches a resumed run gets depends on the source;
+    `batches.resume` says it, and `fit` logs it:
 
-    - "exact": the resumed run gets the same batches as an uninterrupted run. `batches.resume` is
-      "exact" if the source is read by index, for example a sequence, a Grain MapDataset or a
-      Hugging Face Dataset. `batches.resume` is also "exact" if the source has a state that can be
-      stored in a checkpoint. A source has a state if the iterable or its iterator has the methods
-      state_dict and load_state_dict, or get_state and set_state. Examples of sources with a state
-      are a Hugging Face IterableDataset, a torchdata StatefulDataLoader and a Grain IterDataset.
+    - "exact": those of an uninterrupted run. The source is read by index (a sequence, a Grain
+      MapDataset, a Hugging Face Dataset), or it or its iterator has a state to save: state_dict and
+      load_state_dict, or get_state and set_state (a Hugging Face IterableDataset, a torchdata
+      StatefulDataLoader, a Grain IterDataset).
 
-    - "epoch": the interrupted epoch is read again, and the batches before the interruption are
-      skipped. The resumed run gets the same batches as an uninterrupted run if the source yields
-      the same batches each time an epoch is read. For example, `batches.resume` is "epoch" if the
-      source is a function that returns a generator for each epoch, or a torch DataLoader that does
-      not shuffle. For a Hugging Face IterableDataset after `shuffle(buffer_size=)`,
-      `batches.resume` is also "epoch", because the state of the dataset does not contain the
-      shuffle buffer.
+    - "epoch": the interrupted epoch is read again and skipped up to the interruption, which gives
+      the same batches if the source repeats itself. So it is for a function that returns a
+      generator for each epoch, for a DataLoader that does not shuffle, and for a Hugging Face
+      IterableDataset after `shuffle(buffer_size=)`, whose state lacks the shuffle buffer.
 
-    - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is
-      issued. For a shuffled DataLoader, `batches.resume` is "none", because the order of its
-      batches cannot be repeated.
-
-    Tensors of torch and TensorFlow are converted to NumPy arrays. The conversion does not import
-    torch, TensorFlow, datasets, torchdata or grain.
+    - "none": those from the beginning of the data, with a `ResumeWarning`. So it is for a shuffled
+      DataLoader, whose order cannot be repeated.
 
     Args:
-      source: an iterable that can be iterated again for each epoch, or a function that returns such
-        an iterable. If `source` is a function, it takes no argument, or the number of the epoch. If
-        `batch_size` is None, each item of the iterable is a batch, which is a tree of arrays. If
-        `batch_size` is given, each item of the iterable is a single example, and `from_iterator`
-        combines the examples into batches.
-      batch_size: the number of examples in a batch, if the items of the source are examples.
-        Default None: the items of the source are batches.
-      seed, shuffle: the seed of the permutations (default 0), and whether to permute the examples
-        (default True), as in `Batches`. `seed` and `shuffle` are used only if `batch_size` is given
-        and the source is read by index.
-      resume: "epoch" or "none", to set `batches.resume` to this value. Use `resume="none"` if a
-        resumed run would take too long to read the interrupted epoch again. Default None:
-        `batches.resume` is the first of "exact", "epoch" and "none" that the source supports.
+      source: an iterable that can be iterated again for each epoch, or a function that returns one,
+        of no argument or of the number of the epoch. Its items are batches, trees of arrays; with
+        `batch_size`, they are examples.
+      batch_size: the number of examples to combine into a batch. Default None: the items are
+        batches.
+      seed, shuffle: the seed of the permutations (default 0), and whether to permute (default
+        True), as in `Batches`. Used only with `batch_size` and a source that is read by index.
+      resume: "epoch" or "none", to settle for less, for example if reading the epoch again would
+        take too long. Default None: the best that the source supports.
 
     Raises:
-      TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be
-        iterated. `batches(i)` raises a TypeError if the batch contains values that are not numbers.
-      ValueError: the source has no batches. `batches(i)` raises a ValueError if the structure of
-        the batch differs from that of the previous batch.
+      TypeError: `source` cannot be iterated, or only once, as an iterator. `batches(i)` raises it
+        for values that are not numbers.
+      ValueError: the source has no batches. `batches(i)` raises it for a batch with another
+        structure than the one before.
 
     Example:
       >>> batches = from_iterator(lambda epoch: ({"x": np.full(2, 10 * epoch + i)} for i in range(3)))

@@ -18,22 +18,21 @@ def split(
 ) -> tuple[Any, ...]:
     """Divides the examples of a data set at random into disjoint parts.
 
-    The division into parts depends only on the number of examples, `sizes`, `seed` and the classes
-    in `stratify`. In each part, the examples have the same order as in `data`.
+    The parts depend only on the number of examples, `sizes`, `seed` and the classes in `stratify`.
+    Each keeps the order of `data`.
 
     Args:
       data: a tree of arrays or a pandas DataFrame, as in `Batches`. Columns may also be text.
-      sizes: for two parts, the size of the second part (the validation set), either as a fraction
-        such as 0.2 or as a number of examples. For two or more parts, `sizes` is a sequence of the
-        sizes of all parts, either as fractions with the sum 1 or as numbers of examples.
-      seed: the seed of the random assignment of examples to parts. Default 0.
-      stratify: the class of each example, integers [n]. If `stratify` is given, the classes have
-        nearly the same proportions in every part as in `data`: for each class and each part, the
-        number of examples is the exact proportional number, rounded up or down. If `stratify` is
-        None, the classes are ignored. Default None.
+      sizes: for two parts, the size of the second (the validation set), a fraction such as 0.2 or a
+        number of examples; or a sequence of the sizes of all parts, fractions with the sum 1 or
+        numbers of examples.
+      seed: the seed of the random assignment. Default 0.
+      stratify: the class of each example, integers [n]. Every part then has the proportions of the
+        classes in `data`: for each class, the exact number, rounded up or down. Default None:
+        classes are ignored.
 
     Returns:
-      A tuple of the parts of the data set, each with the structure of `data`.
+      A tuple of the parts, each with the structure of `data`.
 
     Raises:
       ValueError: `sizes` are not positive or have a wrong sum, a part would have no examples, or

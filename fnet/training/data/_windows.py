@@ -16,26 +16,24 @@ _BLOCK = 1 << 16  # pairs that are read at a time
 
 
 class Windows:
-    """Batches of windows, which are sequences of consecutive tokens at random positions of an
-    array.
+    """Batches of windows: consecutive tokens at random positions of an array. `windows(i)` is the
+    batch of step i.
 
-    If `windows` is an instance of `Windows`, `windows(i)` is the batch of step i. If the token
-    array is memory-mapped, only the windows of a batch are read from the file.
+    Of a memory-mapped array, only the windows of a batch are read.
 
     Args:
       tokens: the token array, integers [tokens].
       length: the number of predicted tokens in a window. A window has `length + 1` tokens, because
-        the first token is not predicted.
+        the first is not predicted.
       batch_size: the number of windows in a batch.
       seed: the seed of the random positions. Default 0.
-      vocab_size: the size of the vocabulary. If `vocab_size` is given, `windows(i)` checks that the
-        tokens are in [0, vocab_size). Default None: tokens are not checked.
+      vocab_size: the size of the vocabulary. `windows(i)` then checks that the tokens are in [0,
+        vocab_size). Default None: no check.
 
     Raises:
-      ValueError: `tokens` is not an integer array, or has at most `length` elements. A ValueError
-        is also raised if `length` or `batch_size` is less than 1. `windows(i)` raises a ValueError
-        for a token that does not fit into int32 and, if `vocab_size` is given, for a token that is
-        negative or not less than `vocab_size`.
+      ValueError: `tokens` is not an integer array, it has at most `length` elements, or `length` or
+        `batch_size` is less than 1. `windows(i)` raises it for a token that does not fit into int32
+        or is outside the vocabulary.
 
     Example:
       >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)
@@ -60,10 +58,8 @@ class Windows:
         self.seed, self.vocab_size = seed, vocab_size
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """Returns the batch of step `step` as a dict {"tokens": int32 array [batch, length + 1]}.
-
-        The first step has the number 0.
-        """
+        """Returns the batch of a step, the first of which is 0: {"tokens": int32 array [batch,
+        length + 1]}."""
         starts = self.starts(step)
         tokens = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
         if not INT32.min <= tokens.min() <= tokens.max() <= INT32.max:
@@ -81,11 +77,7 @@ class Windows:
         return {"tokens": tokens}
 
     def identity(self) -> dict[str, Any]:
-        """Returns a dict of values that identify the data.
-
-        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the
-        result of `identity`, a digest of one batch and `digest` have not changed.
-        """
+        """Returns what identifies the data, as `Batches.identity` does."""
         return {
             "tokens": len(self.tokens),
             "length": self.length,
@@ -98,26 +90,24 @@ class Windows:
         return digest(np.asarray(self.tokens))
 
     def starts(self, step: int) -> np.ndarray:
-        """Returns the position of the first token of each window in batch `step`, an integer array
-        [batch_size]."""
+        """Returns where each window of a step begins, an integer array [batch_size]."""
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.tokens) - self.length, self.batch_size)
 
 
 def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Divides an array of tokens into windows that overlap by one token.
+    """Divides an array of tokens into windows that overlap by one token, for evaluation.
 
-    A model predicts each token of a window from the tokens before it. Because the windows overlap
-    by one token, each token in the windows, except the first token of the array, is predicted
-    exactly once.
+    A model predicts each token of a window from those before it. Because of the overlap, each token
+    except the first is predicted exactly once.
 
     Args:
       tokens: the token array, integers [tokens].
       length: the number of predicted tokens in a window. A window has `length + 1` tokens.
 
     Returns:
-      The windows, an array [windows, length + 1] that is a view of `tokens`. Tokens at the end of
-      the array that do not fill a window are omitted.
+      The windows, an array [windows, length + 1], a view of `tokens`. Tokens at the end that do not
+      fill a window are omitted.
 
     Raises:
       ValueError: `tokens` is not longer than `length`, or is not an integer array.
@@ -131,18 +121,15 @@ def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
 
 
 def read_tokens(path: str | os.PathLike, dtype: Any = None) -> np.ndarray:
-    """Memory-maps a file of tokens without a header. In nanoGPT's data scripts, tokens are unsigned
-    16-bit numbers.
+    """Memory-maps a file of tokens without a header, such as nanoGPT's data scripts write.
 
     Args:
       path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://).
-        When an object is first read, it is copied to the folder that the environment variable
-        FNET_DATA names, or to ~/.cache/fnet. Later calls of `read_tokens` verify the checksum of
-        the copied object.
+        An object is copied to the folder of the environment variable FNET_DATA, or to
+        ~/.cache/fnet, and the copy's checksum is verified at each later call.
       dtype: the integer dtype of the tokens in the file, such as "uint32" for a vocabulary of more
-        than 65,536 tokens. The bytes of a token are in little-endian order, unless the dtype says
-        otherwise (">u2"). Default None: uint16, after a check that the file does not look like one
-        of 32-bit or 64-bit tokens.
+        than 65,536 tokens. Little-endian, unless it says otherwise (">u2"). Default None: uint16,
+        after a check that the file does not look like one of 32-bit or 64-bit tokens.
 
     Returns:
       The tokens, an array [tokens] of `dtype`, memory-mapped.

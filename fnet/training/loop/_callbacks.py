@@ -15,13 +15,12 @@ from fnet.training.record._media import MEDIA
 
 @dataclasses.dataclass(frozen=True)
 class StepEnd:
-    """The argument of an `on_step` function: a step of `fit` that has just been dispatched to the
-    device.
+    """The argument of an `on_step` function: a step that `fit` has dispatched to the device.
 
     Fields:
-      step: the number of steps so far, including this step.
-      state: the state after this step. The next step reuses the memory of `state`. Copy the arrays
-        of `state` that you want to keep (`jax.device_get`).
+      step: the number of steps so far, this one included.
+      state: the state after it. The next step reuses its memory, so copy the arrays that you want
+        to keep (`jax.device_get`).
 
     >>> losses = []
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {"loss": batch.sum()})
@@ -40,23 +39,20 @@ class StepEnd:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics that the step returned, a dict {name: value}. Reading the property `metrics`
-        waits for the device."""
+        """The metrics that the step returned, by name. Reading them waits for the device."""
         return _metrics.results(self._metrics)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Writes values for this step to the logs of the run. If `fit` has no workdir, `log` does
-        nothing.
+        """Writes values for this step to the logs of the run. Without a workdir, it does nothing.
 
-        Numbers are written to metrics.jsonl and to TensorBoard's files. `Histogram`, `Image` and
-        `Text` objects are written only to TensorBoard's files.
+        Numbers go to metrics.jsonl and TensorBoard's files, `Histogram`, `Image` and `Text` only to
+        the latter.
 
         Args:
-          values: a dict {name: value}. Each value to log is a number, a bool, a `Histogram`, an
-              `Image` or a `Text`.
+          values: numbers, bools, `Histogram`s, `Image`s and `Text`s by name.
 
         Raises:
-          TypeError: a value is not a number, a bool, a `Histogram`, an `Image` or a `Text`.
+          TypeError: a value is none of these.
         """
         for name, value in values.items():
             number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, np.number)
@@ -69,6 +65,6 @@ class StepEnd:
         self._write(values)
 
     def stop(self) -> None:
-        """Ends the run after this step, as early stopping does. `fit` saves the state, and the run
+        """Ends the run after this step, as early stopping does: `fit` saves the state, and the run
         is complete."""
         self._stop()

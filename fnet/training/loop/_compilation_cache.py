@@ -31,25 +31,22 @@ _preloaded: set[str] = set()
 
 @contextlib.contextmanager
 def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
-    """Loads compiled programs from a cache on disk, and stores newly compiled programs in it.
+    """Loads compiled programs from a cache on disk, and stores newly compiled ones in it.
 
         with tr.compilation_cache():
             state = init(jax.random.key(0))        # a second process starts without compiling
 
-    `fit` and the experiments of fnet use the compilation cache automatically. A program is loaded
-    from the cache only if it has the same operations, shapes, devices, compiler options and library
-    versions. A cached program that was compiled on a CPU with another instruction set or another
-    number of cores is not loaded. If the environment variable JAX_COMPILATION_CACHE_DIR names a
-    folder, JAX's own cache in this folder is used instead of fnet's cache.
-    JAX_ENABLE_COMPILATION_CACHE=false disables fnet's cache and JAX's cache. If a cached program is
-    damaged or cannot be read, it is compiled again.
+    `fit` and the experiments use it by themselves. A program is loaded only if it has the same
+    operations, shapes, devices, compiler options and library versions, and on a CPU the same
+    instruction set and number of cores. One that is damaged or cannot be read is compiled again. If
+    JAX_COMPILATION_CACHE_DIR is set, JAX's own cache in that folder takes its place, and
+    JAX_ENABLE_COMPILATION_CACHE=false disables both.
 
     Args:
-      path: the folder of the cache, which grows to at most 4 GiB. The folder is used only if the
-        current user owns the folder and no other user can write to it, because the programs in the
-        folder are executed. Default None: the folder `compiled` in fnet's cache folder. fnet's
-        cache folder is $FNET_CACHE, or if this environment variable is not set,
-        $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
+      path: the folder of the cache, which grows to at most 4 GiB. Its programs are executed, so it
+        is used only if the current user owns it and no other can write to it. Default None:
+        `compiled` in fnet's cache folder, which is $FNET_CACHE, $XDG_CACHE_HOME/fnet or
+        ~/.cache/fnet.
 
     Example:
       >>> import tempfile

@@ -10,26 +10,22 @@ from fnet.training._direction import direction
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStop:
-    """A rule that stops a run when a metric has not improved for `patience` evaluations in a row.
+    """Ends a run when a metric has not improved for `patience` evaluations in a row.
 
-    A value that is NaN or infinite does not count as an improvement. After early stopping, `fit`
-    returns the last state, or with `restore_best=True`, the best state.
+    NaN and infinity are no improvement. `fit` returns the last state, or with `restore_best=True`
+    the best.
 
     Args:
-      metric: the logged name of the metric, such as "validation/accuracy". The metric for early
-        stopping should be computed from validation data, that is, examples that are used neither
-        for training nor for the final result that you report.
-      patience: the number of consecutive evaluations without improvement after which the run stops.
-      mode: "max" if larger values are better, "min" if smaller values are better. Default None:
-        "max" for accuracies, "min" for losses and errors, and other well-known metrics accordingly.
-        For any other metric, `mode` must be given.
-      min_delta: a value counts as an improvement only if it is better than the best value by more
-        than `min_delta`. Default 0.
+      metric: the logged name, such as "validation/accuracy". Compute it from validation data:
+        examples that are used neither for training nor for the final result that you report.
+      patience: after how many evaluations in a row without improvement the run stops.
+      mode: "max" or "min": which value is better. Default None: known for accuracies, losses,
+        errors and other common metrics; required for the rest.
+      min_delta: by more than how much an improvement must exceed the best value. Default 0.
 
     Raises:
-      ValueError: `mode` is neither "max" nor "min", or it is missing for a metric whose direction
-        fnet does not know. A ValueError is also raised if `patience` is less than 1, or `min_delta`
-        is negative or not finite.
+      ValueError: `mode` is neither "max" nor "min", or missing for a metric whose direction fnet
+        does not know; `patience` is less than 1; or `min_delta` is negative or not finite.
 
     >>> tr.EarlyStop(metric="validation/loss", mode="min", patience=3).patience
     3
@@ -50,13 +46,12 @@ class EarlyStop:
             )
 
     def update(self, best: float, stale: int, value: float) -> tuple[float, int]:
-        """Returns the new best value of the metric, and the number of evaluations since the best
-        value.
+        """Returns the best value of the metric so far, and the number of evaluations since.
 
         Args:
-          best: the best value of the metric so far, or NaN before the first evaluation.
-          stale: the number of evaluations since the best value of the metric so far.
-          value: the value of the metric in the latest evaluation.
+          best: the best value before, or NaN before the first evaluation.
+          stale: the number of evaluations since that one.
+          value: the value of the latest evaluation.
         """
         if better(value, best, self.mode, self.min_delta):
             return value, 0

@@ -15,8 +15,7 @@ from fnet.training.loop._signals import Signals, Stopping
 
 
 class Interrupted(Exception):
-    """The run was interrupted by a signal. If the run has a workdir, its last complete step has
-    been saved.
+    """A signal interrupted the run. With a workdir, its last complete step is saved.
 
     >>> import signal
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
@@ -30,10 +29,9 @@ class Interrupted(Exception):
 
 
 class PeerLost(RuntimeError):
-    """Raised by `fit` if another process of the same run has ended or cannot be reached.
+    """Another process of the run has ended or cannot be reached.
 
-    After a `PeerLost` error, a script can end with an exit code that tells the scheduler to restart
-    the job:
+    A script can then end with an exit code that tells the scheduler to restart the job:
 
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))

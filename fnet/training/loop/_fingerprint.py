@@ -17,11 +17,10 @@ from fnet.training._config import LENGTHS, ConfigError
 
 
 class ResumeWarning(UserWarning):
-    """A resumed run may differ from an uninterrupted run.
+    """A resumed run may differ from an uninterrupted one, for the reason in the message.
 
-    The message states the reason. A `ResumeWarning` is issued, for example, if the chip has
-    changed, the data are read again from the beginning, or the hyperparameters cannot be compared
-    because `config` was not passed to `fit`.
+    For example, the chip has changed, the data are read again from the beginning, or `fit` got no
+    `config` to compare the hyperparameters with.
 
     >>> import tempfile, warnings
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})

@@ -21,10 +21,10 @@ _GUESSES = 6
 
 
 class OutOfMemory(MemoryError):
-    """The training step, or an evaluation, needs more memory than the device has.
+    """The step or an evaluation needs more memory than the device has.
 
-    The error message lists the largest arrays by their paths. For a training step, the error
-    message also estimates the largest batch that fits.
+    The message lists the largest arrays by their paths and, for a step, estimates the largest batch
+    that fits.
 
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))

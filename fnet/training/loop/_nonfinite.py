@@ -16,8 +16,7 @@ from fnet.training.checkpoints import _leaves
 
 
 class Diverged(ArithmeticError):
-    """The state or a metric contains a NaN or infinite value. `fit` never saves a state with NaN or
-    infinite values.
+    """The state or a metric contains a NaN or infinity. `fit` never saves such a state.
 
     >>> diverges = lambda state, batch: (state.apply(optax.sgd(1.0), {"w": jnp.log(state.params["w"])}), {})
     >>> state = tr.TrainState.create({"w": -jnp.ones(3)}, optax.sgd(1.0))

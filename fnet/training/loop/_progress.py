@@ -30,16 +30,15 @@ def _is_terminal(stream: Any) -> bool:
 
 
 class Progress:
-    """Prints the progress of a run to a stream. Without a `Progress`, `fit` prints nothing.
+    """Prints the progress of a run. Without one, `fit` prints nothing.
 
     If the stream is closed (a closed terminal or pipe), or the process has no standard output, the
-    run continues and prints nothing.
+    run goes on silently.
 
     Args:
       stream: the text stream to write to. Default None: the standard output.
-      bar: whether to show a progress bar below the printed lines. Default None: a bar is shown if
-        the stream is a terminal.
-      refresh: the largest number of times per second that the progress bar is redrawn. Default 4.
+      bar: show a progress bar below the lines. Default None: if the stream is a terminal.
+      refresh: how many times per second the bar is redrawn at most. Default 4.
 
     >>> import io
     >>> log = io.StringIO()
@@ -109,10 +108,8 @@ class Progress:
                     bar.stop()
 
     def tick(self, step: int, rate: float | None, left: float | None) -> None:
-        """Redraws the bar after step `step` has been dispatched, at most `refresh` times per
-        second.
-
-        `tick` does not wait for the device.
+        """Redraws the bar after a step, at most `refresh` times per second, without waiting for the
+        device.
 
         Args:
           step: the number of steps so far.
@@ -143,8 +140,7 @@ class Progress:
         """Prints one line: the metrics at a step, the steps per second, the MFU and the remaining
         time.
 
-        The first call of `log` also prints one line that states the peak rate to which the MFU
-        refers, or the reason why the MFU is unknown.
+        The first call also prints to which peak rate the MFU refers, or why it is unknown.
 
         Args:
           step: the number of steps so far.

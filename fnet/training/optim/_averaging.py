@@ -43,10 +43,9 @@ class AverageState(NamedTuple):
 
     Attributes:
         step: the number of updates, an int32 scalar.
-        count: the number of parameter trees that have been averaged so far, an int32 scalar.
-        mean: the mean of the parameter trees that have been averaged so far; zeros if `count` is 0.
-            The mean of 16-bit parameters is in float32. Leaves without a mean, such as counters and
-            keys, are the newest ones.
+        count: how many trees of parameters have been averaged so far, an int32 scalar.
+        mean: their mean; zeros if `count` is 0. The mean of 16-bit parameters is in float32. Leaves
+          without a mean, such as counters and keys, are the newest ones.
 
     >>> tr.average_weights(start=2).init({"w": jnp.ones(3)}).mean["w"].tolist()
     [0.0, 0.0, 0.0]
@@ -65,16 +64,14 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
         params = tr.averaged_weights(state.opt_state)
         stats = tr.batch_statistics(model, params, state.state, batches)
 
-    The updates of the parameters are numbered from 1. The average is the mean of the parameters
-    after the updates `start`, `start + every`, `start + 2 * every` and so on. The transformation
-    returns the updates of the optimizer unchanged. The average of 16-bit parameters is computed and
-    returned in float32.
+    The average is the mean of the parameters after the updates `start`, `start + every`,
+    `start + 2 * every` and so on, counted from 1. The updates themselves pass unchanged. The
+    average of 16-bit parameters is computed and returned in float32.
 
     Args:
-        start: the number of the update after which the parameters are averaged for the first time.
-        every: the interval, in updates, at which the parameters are added to the average. Usually,
-            `every` is the number of updates in an epoch, or in a cycle of the learning-rate
-            schedule. Default 1.
+        start: the update after which the parameters are averaged for the first time.
+        every: the updates from one time to the next, usually those of an epoch, or of a cycle of
+          the learning-rate schedule. Default 1.
 
     Raises:
         ValueError: `start` or `every` is less than 1.
@@ -123,14 +120,13 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
 
 
 def averaged_weights(opt_state: Any) -> Any:
-    """Returns the averaged parameters from the state of an optimizer that contains
-    `average_weights`.
+    """Returns the averaged parameters from the state of an optimizer with `average_weights`.
 
     The average of 16-bit parameters has the dtype float32.
 
     Raises:
-        ValueError: the optimizer does not contain exactly one `average_weights`, or no parameters
-            have been averaged yet, because there were fewer than `start` updates.
+        ValueError: the optimizer does not contain exactly one `average_weights`, or there were
+          fewer than `start` updates, so that nothing has been averaged yet.
 
     >>> tx = tr.average_weights(start=1)
     >>> _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)), jnp.zeros(2))

@@ -54,11 +54,10 @@ def _usual_promotion(function: Schedule) -> Schedule:
 def schedule(
     name: str, peak: float, steps: int, *, warmup: float = 0.0, final: float = 0.0
 ) -> Schedule:
-    """Returns the learning-rate schedule with a given name, for a run with a given number of steps.
+    """Returns a learning-rate schedule by its name, for a run of a known number of steps.
 
-    At the beginning of the run, the learning rate rises linearly from 0 to `peak` (warm-up). The
-    length of the warm-up is the fraction `warmup` of the run. After the warm-up, the learning rate
-    of each schedule is:
+    With t = step / steps, and s rising linearly from 0 at the end of the warm-up to 1 at the end of
+    the run, the learning rate is:
 
         constant    peak
         cosine      peak (final + (1 - final) (1 + cos(pi s)) / 2)
@@ -66,21 +65,19 @@ def schedule(
         step        peak; peak / 10 from t = 1/2; peak / 100 from t = 3/4
         one_cycle   a cosine rise over the first 30 % and a cosine fall (Smith & Topin 2018)
 
-    In the formulas of the schedules, t is step / steps, and s rises linearly from 0 at the end of
-    the warm-up to 1 at the end of the run.
+    During the warm-up, it rises linearly from 0 to `peak`.
 
     Args:
       name: one of `SCHEDULES`.
       peak: the largest learning rate.
       steps: the number of updates in the whole run.
-      warmup: the length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores
-          `warmup`. Default 0.
-      final: the learning rate at the end of the run, as a fraction of `peak`. Only the schedules
-        cosine and linear use `final`. Default 0.
+      warmup: the length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores it.
+        Default 0.
+      final: the learning rate at the end, as a fraction of `peak`, for cosine and linear only.
+        Default 0.
 
     Returns:
-      A function that maps the number of a step to the learning rate. Pass this schedule to
-      `optimizer` or to any Optax optimizer.
+      A function of the number of a step, for `optimizer` or any Optax optimizer.
 
     Raises:
       ValueError: the name is unknown, `warmup` is outside [0, 1), or `steps` is less than 1.
@@ -142,13 +139,12 @@ def optimizer(
     axes: Any = None,
     **options: Any,
 ) -> NamedOptimizer:
-    """Returns the Optax optimizer with a given name, with optional weight decay and gradient
-    clipping.
+    """Returns an Optax optimizer by its name, with optional weight decay and gradient clipping.
 
     Muon, LAMB, LARS, Adafactor and adaptive clipping treat each layer by itself. A stack of layers
     is one array, so they must know which of its axes are layers, inputs and outputs: pass
     `axes=model.spec(x)` for a layer of fnet (`train` does it for you), or name the axes of another
-    library's parameters, for example
+    library's parameters:
 
         tr.optimizer("muon", 0.02, axes={"layers/.*/kernel": "layers in out", ".*/bias": "layers out",
                                          "embed/.*": "vocab out", "head/kernel": "in logits"})
@@ -161,25 +157,22 @@ def optimizer(
       name: one of `OPTIMIZERS`. "momentum" and "nesterov" are SGD with momentum 0.9.
       learning_rate: a number, or a schedule (a function of the number of the step).
       weight_decay: the coefficient of the weight decay. adamw, nadamw, lion, lamb and muon decouple
-        the decay from the gradient (Loshchilov & Hutter 2019); so does adafactor, which does not
-        multiply it by the learning rate. muon applies it to the orthogonalized matrices only.
-        Optimizers that do not decouple the decay, such as sgd, add `weight_decay` times the
-        parameters to the gradient, which is L2 regularization. Default 0.
-      decay_all: whether weight decay also applies to biases and norm scales (see `decays`). Default
-          False.
-      clip: the largest global norm of the gradient. If the global norm of the gradient is larger
-        than `clip`, the gradient is scaled down to the norm `clip`. Default None: no clipping.
+        it from the gradient (Loshchilov & Hutter 2019), muon for the orthogonalized matrices only;
+        so does adafactor, without the factor of the learning rate. The others, such as sgd, add
+        `weight_decay` times the parameters to the gradient, which is L2 regularization. Default 0.
+      decay_all: decay biases and norm scales, too (see `decays`). Default False.
+      clip: the largest global norm of the gradient, to which a larger one is scaled down. Default
+        None.
       adaptive_clip: the largest ratio of the norm of the gradient to the norm of the parameters,
         for each output of a matrix, and for each bias or scale as a whole (Brock et al. 2021).
-        Default None: no clipping.
+        Default None.
       axes: what the axes of the parameters are, as in `by_layer`. Default None.
       **options: keyword arguments of the Optax optimizer, such as `b1=`, `momentum=` or `eps=`.
 
     Raises:
-      ValueError: the name is unknown, or `options` contains an argument that the optimizer does not
-        have. A ValueError is also raised for "adam" with a `weight_decay` other than 0. The method
-        `init` of the result raises a ValueError if the optimizer has to know the axes of a
-        parameter, or whether it is a bias, and does not.
+      ValueError: the name is unknown, the optimizer does not have one of the `options`, or "adam"
+        gets a `weight_decay`, which it does not have. `init` of the result raises it if the
+        optimizer must know the axes of a parameter, or whether it is a bias, and does not.
 
     Example:
       >>> tx = optimizer("adamw", schedule("cosine", 1e-3, 1000, warmup=0.05), weight_decay=0.01)
@@ -336,15 +329,13 @@ def lookahead(
 ) -> optax.GradientTransformation:
     """Returns a Lookahead optimizer that stores the slow weights in its state.
 
-    The optimizer equals `optax.lookahead`, except that `optax.lookahead` stores the slow weights
-    together with the parameters, and that it stores the slow weights of 16-bit parameters in
-    float32. Let w be the parameters. Every `period` steps, the slow weights move toward the
-    parameters w, and w is set to the slow weights:
+        slow = slow + rate (w - slow),        w = slow          (every `period` steps)
 
-        slow = slow + rate (w - slow),        w = slow
+    Here w are the parameters. Unlike `optax.lookahead`, it leaves them in the structure of the
+    model, and stores the slow weights of 16-bit parameters in float32.
 
     Args:
-        optimizer: the Optax optimizer that updates the parameters w in each step.
+        optimizer: the Optax optimizer that updates w in each step.
         period: the number of steps between two updates of the slow weights. Default 5.
         rate: the step size of the slow weights. Default 0.5.
 

@@ -15,8 +15,7 @@ class SVRGState(NamedTuple):
 
     Attributes:
         anchor: the parameters at which the full gradient was computed.
-        full: the full gradient, that is, the gradient over all data, computed at the parameters
-            `anchor`.
+        full: the gradient over all data, there.
         inner: the state of the wrapped optimizer.
 
     >>> tr.svrg(optax.sgd(0.1)).init({"w": jnp.ones(2)}).anchor["w"].tolist()
@@ -29,15 +28,7 @@ class SVRGState(NamedTuple):
 
 
 def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that uses stochastic variance-reduced gradients (SVRG).
-
-    Let w be the parameters, f the mean loss over all data, and f_batch the mean loss over a batch.
-    The wrapped optimizer receives the estimate g instead of the gradient of f_batch:
-
-        g = grad f_batch(w) - grad f_batch(anchor) + full,        full = grad f(anchor) over all data
-
-    The anchor is an earlier value of the parameters w. For example, the following loop replaces the
-    anchor (the stored earlier parameters) by the current parameters every 200 steps:
+    """Returns an optimizer with stochastic variance-reduced gradients (SVRG).
 
         tx = tr.svrg(optax.sgd(0.1))
         state = tx.init(params)
@@ -48,18 +39,22 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
             updates, state = tx.update(gradient(params), state, params, gradient=gradient)
             params = optax.apply_updates(params, updates)
 
-    The estimate g of the full gradient is unbiased. The variance of the estimate g vanishes as the
-    parameters w and the anchor (the stored earlier parameters) approach the optimum. Therefore, if
-    the loss f is strongly convex, SVRG converges linearly with a constant step size. With n
-    examples and batches of b examples, the stored earlier parameters are usually replaced every 2n
-    / b steps for a convex loss, and every 5n / b steps otherwise. SVRG does not improve the
-    training of deep networks (Defazio and Bottou 2019).
+    The anchor is an earlier value of the parameters w. With f the mean loss over all data and
+    f_batch that of a batch, the wrapped optimizer gets g instead of the gradient of f_batch:
 
-    Call `refresh_anchor` before the first update. Before the first call of `refresh_anchor`, the
-    stored full gradient is zero, and the wrapped optimizer receives zero gradients.
+        g = grad f_batch(w) - grad f_batch(anchor) + full,        full = grad f(anchor) over all data
+
+    g is unbiased, and its variance vanishes as w and the anchor approach the optimum. So for a
+    strongly convex f, SVRG converges linearly with a constant step size. With n examples and
+    batches of b, the anchor is usually replaced every 2n / b steps for a convex loss, and every 5n
+    / b steps otherwise. SVRG does not improve the training of deep networks (Defazio and Bottou
+    2019).
+
+    Call `refresh_anchor` before the first update: until then the full gradient is zero, and the
+    wrapped optimizer gets zero gradients.
 
     Args:
-        optimizer: an Optax optimizer, to which the gradient estimate g is passed.
+        optimizer: the Optax optimizer that gets g.
 
     Returns:
         A transformation whose `update` requires `gradient=`, a function that maps parameters to the
@@ -109,11 +104,10 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any], Any]) -> SVRGState:
-    """Returns the state of `svrg` with `params` as the new anchor, and with the full gradient at
-    this anchor.
+    """Returns the state of `svrg` with `params` as the new anchor, and the full gradient there.
 
-    To replace the anchor (an earlier value of the parameters) only in some steps of a jitted loop,
-    call `refresh_anchor` in a branch of `jax.lax.cond`.
+    In a jitted loop that replaces the anchor only at some steps, call it in a branch of
+    `jax.lax.cond`.
 
     Args:
         state: the state of `svrg`.

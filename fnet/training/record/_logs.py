@@ -25,7 +25,7 @@ METRICS, EVENTS, NOTES = "metrics.jsonl", "tensorboard", "events.jsonl"
 
 
 class LogWarning(UserWarning):
-    """Damaged lines of metrics.jsonl were removed. A copy of the original metrics.jsonl was kept.
+    """Damaged lines of metrics.jsonl were removed, and the original file was kept as a copy.
 
     >>> import pathlib, tempfile, warnings
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -38,20 +38,16 @@ class LogWarning(UserWarning):
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads the file metrics.jsonl of a run.
+    """Reads metrics.jsonl of a run: a list with one dict for each line, [] if there is no such
+    file.
 
-    If a process was killed while it wrote the last line of metrics.jsonl, this incomplete line is
-    omitted.
+    A last line that a killed process left incomplete is omitted.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
 
-    Returns:
-      A list with one dict for each line of metrics.jsonl. The list is empty if the file does not
-      exist.
-
     Raises:
-      ValueError: a line, except the last line, is not a JSON object with an integer "step".
+      ValueError: another line is not a JSON object with an integer "step".
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -96,24 +92,21 @@ def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
 class Logger:
     """Writes scalars to `workdir/metrics.jsonl` and to TensorBoard's event files.
 
-    Each line of metrics.jsonl is a JSON object with "step" and the values of this step. NaN and
-    infinity are written as null. Arrays, such as a confusion matrix, are not logged. `Histogram`,
-    `Image` and `Text` values are written only to TensorBoard's event files.
+    Each line of metrics.jsonl is a JSON object with "step" and the values of this step; NaN and
+    infinity become null. `Histogram`, `Image` and `Text` go to TensorBoard only, and arrays, such
+    as a confusion matrix, are not logged.
 
     Args:
-      workdir: the folder of the run, as a path or a URL. In an object store, each call of `write`
-        writes the complete log object again. When a log object has reached 256 KiB, a new object is
-        started, such as metrics.jsonl.0001.
-      step: the step from which the run is resumed. Log lines of steps after `step` are removed,
-        because the resumed run writes them again. The log contains lines of steps after `step` if
-        the previous process was killed some steps after its last checkpoint. Damaged log lines are
-        also removed, with a `LogWarning`, and the original file is kept as metrics.jsonl.damaged.
-        If `step` is 0 (default), all existing log lines are removed.
-      tensorboard: whether to write TensorBoard's event files, too. Default True.
-      again: the names of the logged values that the resumed run computes again at `step`, such as
-        "validation/loss". The name of an evaluation, such as "validation", stands for all of its
-        values. If a log line of step `step` contains a value with one of the names in `again`, the
-        line is removed. Default ().
+      workdir: the folder of the run, as a path or a URL. In an object store, each `write` writes
+        the whole log object again, and at 256 KiB a new one begins, such as metrics.jsonl.0001.
+      step: the step from which the run is resumed. Lines of later steps, which a process left that
+        was killed some steps after its last checkpoint, are removed, because the run writes them
+        again. So are damaged lines, with a `LogWarning`; the original is kept as
+        metrics.jsonl.damaged. Default 0: all lines are removed.
+      tensorboard: write TensorBoard's event files, too. Default True.
+      again: the names that the resumed run computes again at `step`, such as "validation/loss", or
+        "validation" for all values of this evaluation. A line of `step` with one of them is
+        removed. Default ().
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -171,12 +164,11 @@ class Logger:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the values of a step as one line of metrics.jsonl.
 
-        When `write` returns, the line has been passed to the operating system, or is in the object
-        store.
+        When it returns, the operating system has the line, or it is in the object store.
 
         Args:
           step: the number of the step.
-          values: a dict {name: value}.
+          values: the values by name.
 
         Raises:
           OSError: the line cannot be written. The error names the file.
@@ -196,10 +188,9 @@ class Logger:
             self._events.write(step, scalars | media)
 
     def note(self, step: int, text: str) -> None:
-        """Adds an event, such as a recompilation, to events.jsonl.
+        """Adds an event, such as a recompilation, to events.jsonl, for `fnet report`.
 
-        `fnet report` shows the events. If the run is in an object store, or the file cannot be
-        written, the event is not recorded.
+        Nothing is recorded if the run is in an object store or the file cannot be written.
         """
         if isinstance(self.workdir, StorePath):
             return

@@ -13,9 +13,9 @@ import numpy as np
 
 
 class Histogram:
-    """A histogram of the values of an array, for TensorBoard.
+    """A histogram of an array, for TensorBoard.
 
-    Pass a `Histogram` to `StepEnd.log`, or return it from an evaluation function.
+    Pass it to `StepEnd.log`, or return it from an evaluation.
 
     Args:
       values: an array of any shape. NaN and infinite values are ignored.
@@ -50,16 +50,14 @@ class Histogram:
 
 
 class Image:
-    """A picture, or a grid of several pictures, for TensorBoard.
+    """One picture or a grid of several, for TensorBoard.
 
-    Pass an `Image` to `StepEnd.log`, or return it from an evaluation function.
+    Pass it to `StepEnd.log`, or return it from an evaluation.
 
     Args:
-      pixels: one picture as an array [height, width] or [height, width, channels], or several
-        pictures as an array [pictures, height, width, channels]. The number of channels is 1
-        (gray), 3 (RGB) or 4 (RGB and opacity). The values are uint8 numbers from 0 to 255, or
-        floating-point numbers from 0 to 1. Floating-point values outside the range 0 to 1 are
-        clipped.
+      pixels: one picture [height, width] or [height, width, channels], or several [pictures,
+        height, width, channels], with 1 channel (gray), 3 (RGB) or 4 (RGB and opacity). The values
+        are uint8 from 0 to 255, or floating-point from 0 to 1, to which others are clipped.
 
     Raises:
       ValueError: `pixels` has an unsupported shape or dtype.
@@ -103,9 +101,8 @@ class Image:
 
 
 class Text:
-    """A text in Markdown, for TensorBoard.
-
-    Pass a `Text` to `StepEnd.log`, or return it from an evaluation function.
+    """A text in Markdown, for TensorBoard. Pass it to `StepEnd.log`, or return it from an
+    evaluation.
 
     >>> text = tr.Text("a **text** in Markdown")    # for StepEnd.log or the result of an evaluation
     """

@@ -20,13 +20,12 @@ from fnet.training.loop._signals import poll
 
 @struct.dataclass
 class Mean:
-    """A weighted mean, stored as two float32 scalars (float64 for values in float64).
+    """A weighted mean, `total / count`: two float32 scalars (float64 for values in float64).
 
-    `total` is the weighted sum of the values, and `count` is the sum of the weights. The mean is
-    `total / count`. The operator `+` combines the means of two sets of examples into the mean of
-    both sets. It adds in the dtype of its operands: on a device in float32, which is what `fit`
-    does between two logs, and in float64 for means that were fetched as NumPy float64, which is
-    what `evaluator` does for a data set of any size.
+    `total` is the weighted sum of the values, and `count` the sum of the weights. `+` combines the
+    means of two sets of examples into that of both. It adds in the dtype of its operands: in
+    float32 on a device, as `fit` does between two logs, and in float64 for means that were fetched
+    as NumPy float64, as `evaluator` does for a data set of any size.
 
     >>> average = tr.mean(jnp.array([1.0, 2.0])) + tr.mean(jnp.array([6.0]))
     >>> float(average.total / average.count)
@@ -49,15 +48,11 @@ class Mean:
 
 @struct.dataclass
 class MemberMean(Mean):
-    """The mean of a metric for each member of a population, which is a set of models that are
-    trained together.
+    """The mean of a metric for each member of a population: `total / count`, arrays [members].
 
-    The fields `total` and `count` are arrays with one number for each member of the population, and
-    the means are `total / count`. If a step returns a `MemberMean` as the metric `name`, the log
-    contains the mean of each member of the population as name/0, name/1, and so on. The log also
-    contains the mean, the minimum and the maximum over all members of the population as name/mean,
-    name/min and name/max. If a member of the population has diverged, its logged value is NaN. NaN
-    values are not included in name/mean, name/min and name/max.
+    A `MemberMean` that a step returns as `name` is logged as name/0, name/1, and so on, with the
+    mean, minimum and maximum over the members as name/mean, name/min and name/max. A diverged
+    member is logged as NaN and left out of these three.
 
     >>> means = tr.MemberMean(jnp.array([2.0, 6.0]), jnp.array([2.0, 2.0]))
     >>> (means + means).result().tolist()
@@ -92,11 +87,9 @@ def logged_names(metrics: Mapping[str, Any]) -> list[str]:
 
 @struct.dataclass
 class Total:
-    """An array that is summed over all batches, such as a confusion matrix.
+    """An array of any shape, `total`, that is summed over all batches, such as a confusion matrix.
 
-    The field `total` is the array, which may have any shape. The operator `+` adds the arrays of
-    two `Total`s, so the result is the sum over the batches of both `Total`s. Arrays of bools, 8-bit
-    and 16-bit numbers are added in 32 bits.
+    `+` adds two of them. Bools, 8-bit and 16-bit numbers are added in 32 bits.
 
     >>> both = tr.confusion(jnp.array([0]), jnp.array([1]), 2) + tr.confusion(jnp.array([1]), jnp.array([1]), 2)
     >>> both.total.tolist()
@@ -117,13 +110,12 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
 
         sum_i weight_i values_i / sum_i weight_i
 
-    If you add the `Mean`s of several batches, the result is the exact mean over the examples of all
-    these batches.
+    The sum of the `Mean`s of several batches is the exact mean over all of their examples.
 
     Args:
       values: numbers or bools, of any shape.
-      weight: weights with the shape of `values`. Values with weight 0, such as padding, have no
-        effect, even if they are NaN. Default None (every weight is 1).
+      weight: weights with the shape of `values`. Values of weight 0, such as padding, have no
+        effect, even if they are NaN. Default None: every weight is 1.
 
     Raises:
       ValueError: the shapes differ.
@@ -148,19 +140,17 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
 def confusion(
     label: jax.Array, prediction: jax.Array, classes: int, weight: jax.Array | None = None
 ) -> Total:
-    """Counts how often each pair (label, prediction) occurs.
+    """Counts how often each pair (label, prediction) occurs: a `Total` [classes, classes].
 
-    Returns the confusion matrix as a `Total` of shape [classes, classes]. The rows of the matrix
-    are the labels, and its columns are the predictions. A pair is not counted if its label or its
-    prediction is not in [0, classes), such as the label -1 or 255 of an example without a class.
+    Rows are labels, columns predictions. A pair with a class outside [0, classes) is not counted,
+    such as the label -1 or 255 of an example without a class.
 
     Args:
       label: the true classes, integers or bools of any shape, usually [batch].
       prediction: the predicted classes, integers or bools with the shape of `label`.
       classes: the number of classes.
       weight: the weight of each example, numbers or bools with the shape of `label`. The counts are
-        int32 if the weights are integers or bools, and float32 otherwise. Default None: every
-        weight is 1.
+        int32 for integers and bools, float32 otherwise. Default None: every weight is 1.
 
     Raises:
       TypeError: `label` or `prediction` is not an array of integers or bools.
@@ -290,25 +280,23 @@ def evaluator(
     data: Any,
     batch_size: int,
 ) -> Callable[[Any], dict[str, Any]]:
-    """Returns a function that evaluates a state on a complete data set, without dropping or
-    repeating examples.
+    """Returns a function that computes the metrics of a state on a whole data set, each example
+    once.
 
-    All batches have the same size, so the evaluation is compiled only once. If the last batch has
-    fewer examples, it is padded. Every batch contains an array of weights [batch], which are 1.0
-    for examples and 0.0 for padding. The metrics of the batches are added on the host in float64
-    and int64, so counts are exact for data of any size. If the state is on several devices
-    according to a plan (see `parallel.plan`), each device evaluates a part of the examples.
+    All batches have the same size, so the evaluation is compiled once: the last one is padded, and
+    every batch has an array of weights [batch], 1.0 for examples and 0.0 for padding. The metrics
+    are added on the host in float64 and int64, so counts are exact for data of any size. Of a state
+    on several devices by a plan (see `parallel.plan`), each device evaluates a part.
 
     Args:
-      metrics: a pure function, `metrics(state, batch) -> dict`. The values of the dict must be
-        `Mean`s or `Total`s that ignore the padding, such as `mean(values, batch["weight"])`. A
-        metric that is a plain scalar raises an error, because its mean would include the padded
-        examples.
-      data: the arrays of the data set, with one of the structures that `Batches` accepts. If `data`
-        is a dict, a batch is a dict with the additional key "weight". If `data` is a tuple (x, y),
-        a batch is (x, y, weight). If `data` is a single array x, a batch is (x, weight).
-      batch_size: the number of examples in a batch. On several devices, the batch size is rounded
-        up to a multiple of the number of devices.
+      metrics: a pure function, `metrics(state, batch) -> dict` of `Mean`s or `Total`s that ignore
+        the padding, such as `mean(values, batch["weight"])`. A plain scalar is an error, because
+        its mean would include the padding.
+      data: the arrays, in one of the structures of `Batches`. A dict gives batches that are dicts
+        with the key "weight", too; a tuple (x, y) gives (x, y, weight), and an array x gives (x,
+        weight).
+      batch_size: the number of examples in a batch, rounded up to a multiple of the number of
+        devices.
 
     Returns:
       A function `evaluate(state)`, which returns the metrics as a dict of floats and NumPy arrays.

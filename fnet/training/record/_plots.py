@@ -28,13 +28,11 @@ def curves(
     rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = None, *, title: str = ""
 ) -> Figure:
     """Plots the learning curves of a run: the loss by step, and the error rate if the accuracy was
-    logged.
-
-    The plot has one curve for the training data, and one curve for each evaluation.
+    logged, with one curve for training and one for each evaluation.
 
     Args:
-      rows: the logged metrics, as returned by `read_metrics`.
-      path: the path of a PNG file to write. Default None: no file.
+      rows: the logged metrics, from `read_metrics`.
+      path: the PNG file to write. Default None.
       title: the title above the plot. Default "".
 
     Returns:
@@ -88,15 +86,13 @@ def curves(
 def confusion_matrix(
     counts: Any, classes: Sequence[str], path: str | os.PathLike | None = None, *, title: str = ""
 ) -> Figure:
-    """Plots a confusion matrix.
-
-    Each cell shows a count. The color of a cell outside the diagonal of the confusion matrix
-    represents the count divided by the sum of the row.
+    """Plots a confusion matrix with its counts. Off the diagonal, the color is the count divided by
+    the sum of its row.
 
     Args:
-      counts: the confusion matrix, an array [classes, classes] whose rows are the true classes.
+      counts: the matrix, [classes, classes], whose rows are the true classes.
       classes: the names of the classes.
-      path: the path of a PNG file to write. Default None: no file.
+      path: the PNG file to write. Default None.
       title: the title above the plot. Default "".
 
     Returns:

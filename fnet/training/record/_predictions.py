@@ -26,22 +26,17 @@ def save_predictions(
     images: Any = None,
     worst: int = 24,
 ) -> Path:
-    """Writes the predictions of a classifier to the file predictions.json, for `fnet report`.
-
-    The file predictions.json contains the confusion matrix, and the wrong predictions with the
-    highest predicted probabilities.
+    """Writes predictions.json for `fnet report`: the confusion matrix, and the wrong predictions
+    with the highest probabilities.
 
     Args:
       workdir: the folder of the run, a local path.
-      probabilities: the predicted probabilities, an array [examples, classes].
+      probabilities: the predicted probabilities, [examples, classes].
       labels: the true classes, integers [examples].
-      classes: the names of the classes. Default None: the names are the numbers of the classes,
-          "0", "1" and so on.
-      images: the images of the examples, an array [examples, height, width, channels]. The values
-        are uint8 numbers from 0 to 255, or floating-point numbers from 0 to 1. Default None: no
-        images.
-      worst: the largest number of wrong predictions to save. The wrong predictions with the highest
-        probabilities are saved. Default 24.
+      classes: the names of the classes. Default None: "0", "1" and so on.
+      images: the images of the examples, [examples, height, width, channels], uint8 from 0 to 255
+        or floating-point from 0 to 1. Default None.
+      worst: how many wrong predictions to save at most. Default 24.
 
     Returns:
       The path of the file.
