@@ -1,6 +1,5 @@
-"""Functions that JAX lacks: Hessian-vector products, and per-example values (such as gradients) of
-a batched
-function."""
+"""Derivatives that JAX lacks: Hessian-vector products, and per-example values (such as gradients)
+of a batched function."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ def hvp(f: Callable) -> Callable:
 
         hvp(f)(x, v, *rest) = d/dt grad(f)(x + t v, *rest) at t = 0
 
-    A Hessian-vector product takes about as long as two gradients: it is a JVP (forward mode) of the
-    gradient (reverse mode). The Hessian itself is never computed (Pearlmutter, 1994, Fast Exact
+    The Hessian itself is never computed. The product is a JVP (forward mode) of the gradient
+    (reverse mode), so it takes about as long as two gradients (Pearlmutter, 1994, Fast Exact
     Multiplication by the Hessian).
 
     Args:
@@ -56,11 +55,10 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
     """Applies `f` to each example: `per_example(grad(loss))(params, batch)` returns one gradient
     for each row.
 
-    Row i of the result is the output of `f` for row i of every batched argument. `f` receives each
-    row as a batch of length 1, so that a loss written for batches can be used unchanged. If a
-    batched argument is a scalar `jax.random.key`, the index of the row is folded into the key, so
-    that each row gets different random numbers. Scalars that are not keys, and leaves that are not
-    arrays, are passed to `f` unchanged.
+    `f` receives each row as a batch of length 1, so a loss written for batches works unchanged.
+    Random numbers differ between rows: the index of the row is folded into a batched argument that
+    is a scalar `jax.random.key`. Other scalars, and leaves that are not arrays, are passed on as
+    they are.
 
     Args:
         f: a function of parameters and batched arguments.
@@ -68,7 +66,8 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
             tuple of positions. Default None: all arguments except the first.
 
     Returns:
-        A function with f's arguments, whose outputs have a leading axis of the batch's length.
+        A function with f's arguments. Its outputs have a leading axis of the batch's length; row i
+        is the output of `f` for row i of every batched argument.
 
     Raises:
         ValueError: batched leaves have different numbers of rows.

@@ -21,14 +21,14 @@ from fnet.transforms._tune._tuner import Fired, Tuner
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The result of `explain` for `autocast`: the dtype of each floating-point equation, with the
-    reason. `str()` returns a table.
+    """What `autocast` does: the dtype of each floating-point equation, with the reason. `str()`
+    returns a table.
 
     Attributes:
         policy: the policy of autocast.
-        rows: one `Row` for each floating-point equation. A `Row` has the fields scope, primitive,
-            kind ("lower", "follow", "cast", "convolution", "float32", "author" or "opaque"), dtype
-            and reason.
+        rows: one `Row` for each floating-point equation, with the fields scope, primitive, kind
+            ("lower", "follow", "cast", "convolution", "float32", "author" or "opaque"), dtype and
+            reason.
         disabled: one message (str) for each rule or kernel of fnet that this version of JAX does
             not support.
     """
@@ -60,16 +60,16 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The result of `explain` for `tune`: the equations that rewrite rules change, and the compiler
-    options. `str()` returns a table.
+    """What `tune` does: the equations that rules change, and the compiler options. `str()` returns
+    a table.
 
     Attributes:
-        rows: one `Fired` for each equation that a rewrite rule changed, with the fields scope,
-            primitive, rule and reason.
+        rows: one `Fired` for each equation that a rule changed, with the fields scope, primitive,
+            rule and reason.
         rules: the enabled rules.
         options: the compiler options.
-        opaque: {name of a primitive: number of equations} for the equations whose primitives fnet
-            does not know. No rule reaches the operations inside them.
+        opaque: {name of a primitive: number of equations}, the primitives that fnet does not know.
+            No rule reaches the operations inside them.
         measured: the measured times by which `tune(measure=True)` selected the rules, or None with
             `measure=False`.
     """
@@ -116,25 +116,24 @@ class Tuning:
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
-    """Explains what autocast, tune, fold or use_implicit_arrays does in a function. The function is
-    traced, but normally not run.
-
-    If `f` is a step of `search.population`, or is tuned with `measure=True`, `explain` may run and
-    time `f` on copies of the arguments to select the fastest implementation. The explanation of a
-    population states with which method its members (the models that are trained together) are run.
+    """Explains what autocast, tune, fold or use_implicit_arrays does in a function.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
+    The function is traced, but not run, with two exceptions: a step tuned with `measure=True`, and
+    one of `search.population`, may be run and timed on copies of the arguments to select the
+    fastest implementation. For a population, the explanation states how its members (the models
+    that are trained together) are run.
+
     Args:
         f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, or a step of
-            `search.population`. `f` may be wrapped in `jit` or `functools.partial`. If several
-            transforms were applied to f, the outermost transform is explained.
+            `search.population`, also wrapped in `jit` or `functools.partial`. Of several
+            transforms, the outermost is explained.
         args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-        An `Explanation`, `Tuning`, `Folds` or `Uses` object. `print` shows the explanation as a
-        table.
+        An `Explanation`, `Tuning`, `Folds` or `Uses` object, which `print` shows as a table.
 
     Raises:
         ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `use_implicit_arrays` or

@@ -1,5 +1,5 @@
-"""fold: treats the parameters of a function as constants, and precomputes the values that depend on
-no other input."""
+"""fold: treats the parameters of a function as constants, and precomputes what depends on nothing
+else."""
 
 from __future__ import annotations
 
@@ -63,13 +63,12 @@ class Folded:
 
 @dataclasses.dataclass(frozen=True)
 class Folds:
-    """The result of `ft.explain` for a folded function: the matrix products and convolutions that
-    `fold` changed. `str()` returns a table.
+    """What `fold` changed, as `ft.explain` reports it. `str()` returns a table.
 
     Attributes:
-        rows: one `Fold` object for each changed matrix product or convolution. A `Fold` describes a
-            matrix product or convolution by the fields `path` (its named scope), `primitive`, and
-            `folded` (the primitives of the operations that were merged into it).
+        rows: one `Fold` for each changed matrix product or convolution, with the fields `path` (its
+            named scope), `primitive`, and `folded` (the primitives of the operations that were
+            merged into it).
     """
 
     rows: tuple[Fold, ...]
@@ -89,37 +88,33 @@ class Folds:
 
 
 def fold(f: Callable, params: Any, state: Any = None) -> Callable:
-    """Treats the parameters of f as constants. Values that depend only on the parameters are
-    computed once. Constant scales and shifts after a matrix product or convolution are merged into
-    its kernel and bias.
+    """Fixes the parameters of f, for faster inference: what depends only on them is computed once,
+    and BatchNorm disappears into the kernel before it.
 
         predict = ft.fold(model, params, state)
         logits = predict(x)                         # model(params, x, state=state)[0]
 
-    A matrix product or convolution with a constant kernel is often followed by additions and
-    multiplications with constants for each output feature, such as biases, scales, and the running
-    statistics of BatchNorm. `fold` multiplies the kernel by the scale factors, and combines all
-    additions into one, for example for a matrix product:
+    A matrix product or convolution is often followed by constant scales and shifts for each output
+    feature, such as the running statistics of BatchNorm. `fold` multiplies the kernel by the scales
+    and combines the shifts into one. For a matrix product:
 
         ((x @ kernel) - mean) * rate + bias  =  x @ (kernel * rate) + (bias - mean * rate)
 
-    `ft.explain(predict, x)` lists the matrix products and convolutions that `fold` changed. `fold`
-    does not change 16-bit matrix products and convolutions, because the new kernels would have to
-    be rounded to 16 bits. Matrix products and convolutions inside loops also stay unchanged, and so
-    does a product whose new kernel or bias would overflow or underflow where the product and the
-    constants do not, for example after a division by 0. The folded function returns the results of
-    f up to rounding, about 1e-6.
+    The results are those of f up to rounding, about 1e-6. Some products keep their kernels: 16-bit
+    ones, since new kernels would have to be rounded to 16 bits; those inside loops; and those whose
+    new kernel or bias would overflow or underflow where the product and the constants do not, for
+    example after a division by 0. `ft.explain(predict, x)` lists those that changed.
 
     Args:
         f: any function `f(params, *args, **kwargs)`, such as a model of any library.
         params: the parameters of f, a tree of arrays.
-        state: the state of f, a tree of arrays. If `state` is passed, f must return (output, state)
-            when it is called as `f(params, *args, state=state, **kwargs)`. Default None.
+        state: the state of f, a tree of arrays. With a state, f must return (output, state) when it
+            is called as `f(params, *args, state=state, **kwargs)`. Default None.
 
     Returns:
-        A function of the other arguments (`*args` and `**kwargs`) that returns the output of f.
-        This function is already jitted. The folded function can be differentiated with respect to
-        its arguments, batched, and called inside other functions.
+        A function of the other arguments that returns the output of f. It is already jitted, and
+        can be differentiated with respect to its arguments, batched, and called inside other
+        functions.
 
     Source: Jacob et al. (2018), Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference, section 3.2 (folding of batch normalization).

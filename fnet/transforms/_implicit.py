@@ -1,4 +1,4 @@
-"""Parameters that are computed from several arrays: quantized, low-rank or masked parameters."""
+"""use_implicit_arrays: runs a function with quantized, low-rank or masked parameters."""
 
 from __future__ import annotations
 
@@ -15,32 +15,27 @@ from fnet.transforms._implicit_rules import ImplicitInterpreter, Use
 
 
 def use_implicit_arrays(f: Callable) -> Callable:
-    """Makes f accept parameters that are implicit arrays, such as quantized or low-rank parameters.
+    """Makes f accept parameters that are implicit arrays, such as quantized or low-rank ones.
 
         params = compress.quantize(params, {".*": compress.Int8()})
         logits = ft.use_implicit_arrays(model)(params, x)
-
-    An implicit array is a parameter that is computed from several arrays (its components), for
-    example from 8-bit codes and scales. f itself is traced with plain arrays. Matrix products,
-    convolutions and lookups (indexing) read the components of an implicit array directly, for
-    example the 8-bit codes and scales of a quantized parameter. Before a matrix product,
-    convolution or lookup, an implicit array may be transposed, reshaped or cast, and passed through
-    jit, scans, remat, branches and loops. If an operation cannot use the components of an implicit
-    array, the implicit array is first converted to a plain array (materialized). `ft.explain` lists
-    all operations that read an implicit array, such as a quantized parameter:
-
         print(ft.explain(ft.use_implicit_arrays(model), params, x))
+
+    An implicit array is computed from several arrays, its components, such as 8-bit codes and
+    scales. f is traced with plain arrays and knows nothing of them; matrix products, convolutions
+    and lookups (indexing) then read the components directly. On the way there, an implicit array
+    may be transposed, reshaped or cast, and passed through jit, scans, remat, branches and loops.
+    Any other operation gets it as a plain array: it is materialized. `ft.explain` lists all
+    operations that read an implicit array, and how.
 
     Args:
         f: any function: a model of any library, a loss, a gradient.
 
     Returns:
-        A function with the arguments of f. Any leaf of the arguments may be an implicit array, such
-        as a quantized array. The returned function can be compiled, batched, and differentiated
-        with respect to the floating-point leaves of implicit arrays. `nn.partition` separates the
-        floating-point leaves of implicit arrays from the other leaves. If f returns an implicit
-        array (such as a quantized array) unchanged, so does the transformed function. If no
-        argument contains an implicit array (such as a quantized array), f is called unchanged.
+        A function with the arguments of f, any leaf of which may be an implicit array. It can be
+        compiled, batched, and differentiated with respect to the floating-point leaves of implicit
+        arrays, which `nn.partition` separates from the others. An implicit array that f returns
+        unchanged comes back as it is. Without implicit arrays, f is called unchanged.
 
     >>> import jax.numpy as jnp
     >>> from fnet import compress
@@ -84,12 +79,11 @@ def _evaluate(interpreter, f, args, kwargs):
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """The uses of implicit arrays (such as quantized arrays) in a function. `str()` returns a
+    """The uses of implicit arrays in a function, as `ft.explain` reports them. `str()` returns a
     table.
 
     Attributes:
-        uses: for each equation, one `Use` for each implicit array (such as a quantized array) that
-            the equation reads.
+        uses: for each equation, one `Use` for each implicit array that it reads.
     """
 
     uses: tuple[Use, ...]
@@ -116,8 +110,7 @@ class Uses:
 
 
 def uses(f: Callable, args: tuple, kwargs: dict) -> Uses:
-    """Returns a list of the operations in `f(*args, **kwargs)` that read implicit arrays (such as
-    quantized arrays), as a `Uses` object. f is traced, but nothing is computed."""
+    """Returns the operations in `f(*args, **kwargs)` that read implicit arrays, by tracing f."""
     interpreter = ImplicitInterpreter()
     arrays, rebuild = array_leaves((args, kwargs))
 

@@ -28,59 +28,46 @@ def microbatch(
     weight: Callable | None = None,
     carry: int | tuple[int, ...] | None = None,
 ) -> Callable:
-    """Evaluates `f` on n slices of the batch, one after another in a scan, and averages the
-    results.
-
-        microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
-
-    w_i is the weight of slice i. Only the intermediate values of one slice are in memory at a time.
-    With equal weights (the default), the result equals f(params, batch) if f computes a mean over
-    the rows of the batch, or the gradient of such a mean. The function f must not use statistics
-    across rows, as batch normalization does. If f is a weighted mean, pass a function `weight` that
-    returns the sum of the weights in a slice.
+    """Accumulates gradients: evaluates `f` on n slices of the batch, one after another in a scan,
+    and averages the results.
 
         step = ft.microbatch(ft.value_and_grad(loss), 8)
         step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch: batch["weight"].sum())
 
-    Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has
-    no effect on the results or on their derivatives of any order. If f or a derivative of f is NaN
-    or infinite on a slice with weight 0, this value is ignored. If the positive and negative
-    weights in a slice add up to 0, the slice has no effect, because the weighted mean of its rows
-    does not exist. If the weights of all slices add up to 0, floating-point results are NaN or
-    infinite.
+    Only the intermediate values of one slice are in memory at a time. With w_i the weight of slice
+    i, the result is
 
-    Slice i contains rows i, i + n, i + 2n, ..., so that no row is moved to another device if the
-    batch is sharded. If a batched argument is a scalar `jax.random.key`, the index of the slice is
-    folded into the key, so that slices have different random numbers. Scalars that are not keys,
-    and leaves that are not arrays, are passed to every slice unchanged. With n = 1, f is called
-    once with unchanged arguments, and its outputs are converted to arrays.
+        microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
 
-    The state of a model, such as the statistics of a batch normalization, a counter of steps or a
-    random key, is neither averaged nor summed. It goes from slice to slice: the result is the state
-    after n steps on the slices, which is not the state after one step on the full batch.
+    With equal weights, the default, that is f(params, batch) if f computes a mean over the rows, or
+    the gradient of one, and uses no statistics across rows, as batch normalization does. For a
+    weighted mean, pass a `weight` that returns the sum of the weights in a slice.
+    docs/transforms.md says which rows are in a slice, what happens to random keys, and what weights
+    may be.
+
+    State, such as a counter of steps, is not averaged. It goes from slice to slice, so it ends up n
+    steps further. It must be an argument of f, not a value in its closure, and f must return it
+    with the same tree structure, shapes and dtypes. The state in flax.nnx modules among the
+    arguments is always carried.
 
         step = ft.microbatch(jax.value_and_grad(loss, has_aux=True), 8, argnums=2, carry=1)
         (value, state), grads = step(params, state, batch)
-
-    State must be an argument of f, not a value in its closure, and f must return the new state with
-    the tree structure, shapes and dtypes of this argument. The state in flax.nnx modules among the
-    arguments is always carried.
 
     Args:
         f: a function of parameters and batched arguments. Floating-point outputs are averaged: they
             are summed in at least float32 and returned in their own dtype. Integer outputs, such as
             counts, are summed over the slices.
-        n: the number of slices, a divisor of the number of rows.
+        n: the number of slices, a divisor of the number of rows. With n = 1, f is called once with
+            unchanged arguments, and its outputs are converted to arrays.
         argnums: the positions of the arguments that are batched along the first axis of their
             leaves. Default None: all arguments except the first and those in `carry`.
-        carry: the positions of the arguments that are state. Default None: an argument is state if
-            an output has its tree structure, shapes and dtypes, and its integers and random keys
-            come back with values that are computed from the argument, but not from the batch. If an
-            output may be state, but need not be, for example because it has no integers, an error
-            asks for `carry`. With `carry=()`, nothing is state.
+        carry: the positions of the arguments that are state; `carry=()` means none. Default None:
+            an argument is state if an output has its tree structure, shapes and dtypes, and its
+            integers and random keys come back with values that are computed from the argument, but
+            not from the batch. Where an output may be state, but need not be, for example because
+            it has no integers, an error asks for `carry`.
         weight: a function with the arguments of f, which receives one slice in place of the batch
-            and returns a real scalar, the weight of the slice. If `weight` is None, every weight is
-            1. Default None.
+            and returns a real scalar, the weight of the slice. Default None: every weight is 1.
 
     Returns:
         A function with f's signature and output structure.
@@ -88,10 +75,9 @@ def microbatch(
     Raises:
         TypeError: a batched argument is a `jax.Ref`, or `weight` is not a function.
         ValueError: the batched arguments contain no arrays or have different numbers of rows, n
-            does not divide the number of rows, or an output is neither floating point nor integer.
-            A ValueError is also raised if an output may be the new value of state that `carry` does
-            not name, or if the function `weight` does not return a real scalar, or has side
-            effects.
+            does not divide the number of rows, an output is neither floating point nor integer, an
+            output may be the new value of state that `carry` does not name, or `weight` has side
+            effects or returns no real scalar.
 
     >>> f = lambda w, x: jnp.mean(w * x)
     >>> float(ft.microbatch(f, 2)(2.0, jnp.arange(4.0)))

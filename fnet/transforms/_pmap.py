@@ -1,5 +1,5 @@
-"""pmap: runs a program on every device, each with its slice of the arguments. Collectives use an
-axis name."""
+"""pmap: runs a program on every device, each with its slice of the arguments, with collectives over
+a named axis."""
 
 from __future__ import annotations
 
@@ -39,23 +39,22 @@ def pmap(
 
         params = step(params, ft.shard(batch))
 
-    In `f`, each device sees only its own slice of the arguments. To combine values of all devices,
-    call a collective such as `lax.psum` or `lax.all_gather` in `f`, and pass `axis_name` to the
-    collective. For code without collectives, use `jax.jit` with sharded arguments.
+    To combine the values of all devices, call a collective in `f`, such as `lax.psum` or
+    `lax.all_gather`, with `axis_name`. Code without collectives needs no `pmap`: use `jax.jit` with
+    sharded arguments.
 
     Args:
         f: a function of arrays.
         axis_name: the axis name for collectives. Default "devices".
-        in_axes: the axis of each positional argument along which the argument is split. The length
-            of the split axis must be the number of devices. If `in_axes` is an integer or None, it
-            applies to all arguments; None means that every device gets the whole argument. If
-            `in_axes` is a tuple, it contains one element for each positional argument: an integer,
-            None, or a tree of integers and None. Negative axes count from the end of the shape, as
-            in `jax.vmap`. Keyword arguments are split along axis 0. Default 0.
-        out_axes: the axis along which each result is stacked: an integer, None or a tree of
-            integers and None, as in `in_axes`. Negative axes count from the end of the stacked
-            result. Use None for results that are equal on every device, such as the results of
-            `psum` and `all_gather`; such a result is returned once. Default 0.
+        in_axes: the axis of each positional argument along which it is split, whose length must be
+            the number of devices. An integer or None applies to all arguments; a tuple has one
+            element for each, an integer, None, or a tree of these. None gives every device the
+            whole argument. Negative axes count from the end of the shape, as in `jax.vmap`. Keyword
+            arguments are split along axis 0. Default 0.
+        out_axes: the axis along which each result is stacked: an integer, None or a tree of these,
+            as in `in_axes`. Negative axes count from the end of the stacked result. None is for
+            results that are equal on every device, such as those of `psum` and `all_gather`; they
+            are returned once. Default 0.
         static_argnums: the positions of arguments that are hashable values instead of arrays.
             Default ().
         donate_argnums: the positions of arguments whose memory may be reused for the results.
@@ -69,10 +68,9 @@ def pmap(
     Raises:
         TypeError: in_axes or out_axes contain anything but integers and None, or a static argument
             is not hashable.
-        ValueError: in a call, the length of the split axis of an argument is not the number of
-            devices, or out_axes is out of range. A ValueError is also raised if a result with
-            out_axes=None may differ between devices, or if the call is inside another pmap or
-            shard_map.
+        ValueError: in a call, the length of a split axis is not the number of devices, out_axes is
+            out of range, a result with out_axes=None may differ between devices, or the call is
+            inside another pmap or shard_map.
 
     >>> pmap(lambda x: lax.psum(x, "devices"), out_axes=None, devices=jax.devices()[:1])(jnp.ones((1, 3)))
     Array([1., 1., 1.], dtype=float32)
@@ -122,8 +120,7 @@ def pmap(
 
 
 def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Splits the rows of a batch over devices: an array [rows, ...] becomes an array [devices, rows
-    / devices, ...].
+    """Splits the rows of a batch over devices: [rows, ...] becomes [devices, rows / devices, ...].
 
     Args:
         tree: a tree of arrays.
@@ -149,8 +146,8 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Copies a tree to each device: a leaf [...] becomes an array [devices, ...]. After the copy,
-    the original tree may still be used or donated.
+    """Copies a tree to each device: a leaf [...] becomes [devices, ...]. You may go on using or
+    donating the original.
 
     >>> replicate({"w": np.zeros(3)}, jax.devices()[:1])["w"].shape
     (1, 3)
@@ -165,8 +162,8 @@ def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def unreplicate(tree: Any) -> Any:
-    """Returns the first device's slice of a result of `replicate` or `pmap`: an array [devices,
-    ...] becomes an array [...].
+    """Returns the first device's slice of a result of `replicate` or `pmap`: [devices, ...] becomes
+    [...].
 
     Raises:
         ValueError: a leaf is a scalar, so it has no first axis with one position for each device.

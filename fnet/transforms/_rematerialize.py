@@ -1,9 +1,9 @@
 """Rematerialization of a complete step: its backward pass recomputes activations instead of reading
 stored ones.
 
-`jax.checkpoint` must be applied before a function is differentiated. `rematerialize` is applied to
-a step that is already differentiated, whose jaxpr contains the residuals that the forward pass
-stores for the backward pass. `rematerialize` removes some of the residuals.
+`jax.checkpoint` has to come before differentiation. `rematerialize` takes a step that is already
+differentiated, and removes some of the residuals that its forward pass stores for the backward
+pass.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ _WORTH = 0.8  # a jaxpr is changed only if its residuals shrink to at most this 
 
 
 def rematerialize(step: Callable) -> Callable:
-    """Reduces the memory of a training step: the step stores fewer activations, and recomputes the
+    """Reduces the memory of a training step: it stores fewer activations, and recomputes the
     others.
 
         step = ft.rematerialize(step)
 
     The results do not change; the time of the step grows by up to a third. A scan over layers
     stores the inputs of each layer, and no values inside the layers. Code without loops, such as a
-    ResNet, is split into segments at points where few activations are live. The step stores only
-    the activations that are live between two segments. The segments are chosen so that the
-    recomputed activations of one segment need about as much memory as all stored activations
-    together. A segment is recomputed when the backward pass reaches the segment. If `rematerialize`
-    would save little memory, it does not change the step.
+    ResNet, is split into segments where few activations are live, and only these are stored; a
+    segment is recomputed when the backward pass reaches it. The segments are chosen so that the
+    recomputed activations of one need about as much memory as all stored ones together. A step that
+    would save little memory stays as it is.
 
     Args:
         step: a function that computes derivatives, such as a training step. For a function that is

@@ -47,28 +47,27 @@ def autocast(
         step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
         step = ft.autocast(ft.value_and_grad(loss), "bfloat16", rules={"head": "float32"})
 
-    Matrix products and convolutions cast their operands to the policy's dtype and accumulate in
-    float32. Reshapes and simple arithmetic run in the dtype of their inputs. exp, log, powers, sums
-    over axes, norms, softmax and unknown operations run in float32. A value has the dtype float32
-    if all operations that read it run in float32. The carries of loops, the outputs of branches and
-    the outputs of `f` keep their dtypes. Gradients of float32 parameters are float32. `autocast`
-    changes neither the casts in `f` nor matrix products and convolutions that are called with
-    `precision=`. You can apply `autocast` to a loss or to its `value_and_grad`. The results are the
-    same.
+    Products cast their operands and sum in float32. Reshapes and simple arithmetic run in the dtype
+    of their inputs. What needs range or sums (exp, log, powers, sums over axes, and so norms,
+    softmax and losses) runs in float32, and so does everything that `autocast` does not know. A
+    value that is only read in float32 is float32.
+
+    Your own casts stay, and so do products with `precision=`. The carries of loops, the outputs of
+    branches and the outputs of `f` keep their dtypes; gradients of float32 parameters are float32.
+    It matters little whether `f` is the loss or its `value_and_grad`: their gradients are equal up
+    to 16-bit rounding. docs/precision.md has the details.
 
     Args:
         f: any JAX function: a model, a loss, a gradient or a complete step, written with any
             library.
         policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto"
-            (default). "auto" is the policy that suits the chip of this machine.
-        rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression that
-            must match the whole path of a named scope, or the beginning of the path up to a `/`.
-            The first rule whose pattern matches is used. `rules` take precedence over the rules of
-            the policy. Default None: no rules.
+            (default), the policy that suits the chip of this machine.
+        rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression for the
+            whole path of a named scope, or for its beginning up to a `/`. The first one that
+            matches is used, before the rules of the policy. Default None: no rules.
 
     Returns:
-        A function with f's signature and dtypes. If the policy's dtype is float16, use `loss_scale`
-        as well.
+        A function with f's signature and dtypes. With float16, use `loss_scale` as well.
 
     Raises:
         ValueError: a dtype or chip is unknown, or a pattern in `rules` matches no scope of `f`.
@@ -94,7 +93,7 @@ def autocast(
 
 
 def full_precision(f: Callable) -> Callable:
-    """Excludes `f` from autocast: all operations in `f` run in the dtypes in which `f` is written.
+    """Excludes `f` from autocast: its operations run in the dtypes in which you wrote them.
 
     >>> product = ft.full_precision(lambda x: x @ x)
     >>> [row.dtype for row in ft.explain(ft.autocast(lambda x: product(x) @ x, "bfloat16"), jnp.ones((2, 2))).rows]
@@ -515,14 +514,14 @@ def _to(x, dtype):
 
 
 class Row(NamedTuple):
-    """The result of autocast for one equation: scope, primitive, kind, dtype and reason.
+    """What autocast does with one equation: scope, primitive, kind, dtype and reason.
 
-    The field `kind` states how the equation is evaluated: with low-precision operands and float32
-    sums ("lower"), in the dtype of its inputs ("follow"), or in the dtype in which it was traced
-    ("float32"). A cast from bool to float32 has the kind "cast"; its result is exact in any dtype.
-    A convolution that the policy keeps in float32 has the kind "convolution". An equation that a
-    rule or `full_precision` keeps in float32 has the kind "author". An equation whose primitive
-    fnet does not know has the kind "opaque": the operations inside it are not reached."""
+    The kind says how the equation is evaluated: "lower", with low-precision operands and float32
+    sums; "follow", in the dtype of its inputs; "float32", in the dtype in which it was traced;
+    "convolution", a convolution that the policy keeps in float32; "author", kept in float32 by a
+    rule or `full_precision`; "cast", from bool to float32, which is exact in any dtype; "opaque", a
+    primitive that fnet does not know, with operations inside it that are not reached.
+    """
 
     scope: str
     primitive: str

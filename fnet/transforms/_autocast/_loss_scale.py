@@ -53,15 +53,6 @@ def loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for gradients of a loss that is multiplied by a dynamic scale.
 
-    The gradients are divided by the scale. If all gradients are finite, `inner` updates the
-    parameters. If a gradient is not finite, the update is zero, the state of `inner` does not
-    change, the skipped step is counted, and the scale is reduced. After `interval` consecutive
-    steps with finite gradients, the scale grows. `inner` must contain all transformations that need
-    unscaled gradients, such as clipping and weight decay. If you use `optax.multi_transform`,
-    `inner` must contain the complete `multi_transform`, not only the transformation of one of its
-    groups. Keep the parameters in float32, because an unscaled gradient has the dtype of its
-    parameter, and small gradients would underflow again in float16.
-
         policy = hw.policy()
         tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself if the policy needs no scale
 
@@ -70,11 +61,19 @@ def loss_scale(
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, value
 
+    The gradients are divided by the scale before `inner` sees them. If one of them is not finite,
+    the step is skipped and counted: the update is zero, the state of `inner` does not change, and
+    the scale shrinks. After `interval` consecutive steps with finite gradients, it grows.
+
+    Put everything that needs unscaled gradients into `inner`, such as clipping and weight decay,
+    and a complete `optax.multi_transform` rather than one of its groups. Keep the parameters in
+    float32: an unscaled gradient has the dtype of its parameter, and small ones would underflow
+    again in float16.
+
     Args:
         inner: an Optax transformation.
-        policy: a `hardware.Policy`, or None (default). If a policy is passed and its field
-            `loss_scale` is None, the function returns `inner` unchanged. In all other cases, the
-            function wraps `inner`.
+        policy: a `hardware.Policy`, or None (default). A policy whose field `loss_scale` is None
+            returns `inner` unchanged; otherwise, `inner` is wrapped.
         initial: the first scale. Default None: the `loss_scale` of the policy, or 2^15 without a
             policy.
         growth: the factor by which the scale is multiplied after `interval` steps with finite
@@ -85,7 +84,7 @@ def loss_scale(
             finite. Default 0.5.
         minimum, maximum: bounds of the scale. Defaults 2^-14 and 2^24.
         axis_name: the name of a mapped axis, or several names. A step is skipped if the gradients
-            of any device along `axis_name` are not finite. Default None.
+            of any device along it are not finite. Default None.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`, whose state is a `LossScaleState`.
@@ -94,9 +93,9 @@ def loss_scale(
         TypeError: `inner` is not an Optax transformation, or `policy` is not a `hardware.Policy`.
         ValueError: an option such as `initial` or `growth` is out of range.
 
-    Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2. The defaults of
-    `growth`, `interval` and `backoff` are those of PyTorch's GradScaler. The initial scale of 2^15
-    is the default of Keras's LossScaleOptimizer.
+    Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2. `growth`, `interval`
+    and `backoff` default to those of PyTorch's GradScaler, the initial scale of 2^15 to that of
+    Keras's LossScaleOptimizer.
 
     >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
     >>> float(ft.loss_scale_state(tx.init({"w": jnp.ones(3)})).scale)
@@ -179,7 +178,7 @@ def _wide(dtype):
 
 
 def loss_scale_state(opt_state: Any) -> LossScaleState | None:
-    """Returns the `LossScaleState` in an optimizer's state, or None if the state contains none.
+    """Returns the `LossScaleState` in an optimizer's state, or None if there is none.
 
     Raises:
         ValueError: the optimizer's state contains several `LossScaleState`s.
@@ -206,19 +205,18 @@ def _states(tree) -> list[LossScaleState]:
 def scaled_value_and_grad(
     loss: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
 ) -> Callable:
-    """Returns a function that computes a loss and its gradients, and multiplies the gradients by
-    the loss scale.
+    """Returns a function that computes a loss, and its gradients multiplied by the loss scale.
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
 
-    The returned value is the unscaled loss in float32 (or float64). The gradients are the gradients
-    of the loss, multiplied by the loss scale in `opt_state`. The update function of `loss_scale`
-    divides the gradients by the scale. If `opt_state` contains no scale, the result is that of
-    `jax.value_and_grad(loss)(params, batch)`, so the same training step works in every precision.
+    The scale is the one in `opt_state`, and the update function of `loss_scale` divides by it
+    again. The value is the unscaled loss, in float32 (or float64). Without a scale in `opt_state`,
+    you get `jax.value_and_grad(loss)(params, batch)`, so the same training step works in every
+    precision.
 
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.
-        argnums, has_aux: as in `jax.value_and_grad`. `argnums` refers to the arguments of the loss,
+        argnums, has_aux: as in `jax.value_and_grad`. `argnums` counts the arguments of the loss,
             without `opt_state`. Default 0 and False.
 
     Returns:

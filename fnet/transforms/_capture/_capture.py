@@ -1,7 +1,7 @@
 """Lists, captures and replaces intermediate values of a function, and captures their cotangents.
 
-These values are called sites. A site is the output of a layer or of another named scope, a value
-that is named with `tag`, or the weights of an attention.
+These values are called sites: the outputs of layers and of other named scopes, values named with
+`tag`, and the weights of attentions.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from fnet.transforms._patterns import Match, matches
 
 
 def sites(f: Callable) -> Callable:
-    """Returns a function that lists the sites of `f`: named values that `capture` can read and
+    """Returns a function that lists the sites of `f`, the named values that `capture` can read and
     `intervene` can replace.
 
         print(ft.sites(model)(params, x))
 
-    A site is the output of a layer, the output of any other named scope, a value named with `tag`,
-    or the attention weights of an attention layer. The name of a layer's output is the path of the
-    layer. Flax linen, Haiku and Equinox also name the scopes of their layers; Equinox uses types as
-    names, such as `eqx.nn.Linear#1`. For flax.nnx, apply `name_scopes` first. If several named
-    values have the same path, their names are `path#0`, `path#1` and so on. If a site (a named
-    value) is inside a scan, the captured value has a leading axis whose length is the number of
-    iterations. `layers.Stack` runs its blocks in a scan. If `path` is the path of a `layers.Stack`,
-    the site (named value) `path[:]` contains the outputs of all blocks of the stack.
+    A site is the output of a layer or of any other named scope, a value named with `tag`, or the
+    weights of an attention layer. The output of a layer has the path of the layer as its name.
+    Where several sites have the same path, they are called `path#0`, `path#1` and so on.
+
+    A site inside a scan is captured with a leading axis for the iterations. `layers.Stack` runs its
+    blocks in a scan, and its site `path[:]` contains the outputs of all blocks.
+
+    Flax linen, Haiku and Equinox name the scopes of their layers, too, Equinox by types, such as
+    `eqx.nn.Linear#1`. For flax.nnx, apply `name_scopes` first.
 
     Args:
         f: any function.
 
     Returns:
-        A function that takes the arguments of f and returns a `Sites` object. A `Sites` object is a
-        tuple with one `SiteInfo` for each named value, in the order of computation. `sites` only
-        traces f, so the arguments may be `jax.ShapeDtypeStruct`s.
+        A function of f's arguments that returns a `Sites` object: a tuple with one `SiteInfo` for
+        each site, in the order of computation. f is only traced, so `jax.ShapeDtypeStruct`s will do
+        as arguments.
 
     >>> def f(x):
     ...     with jax.named_scope("double"):
@@ -68,10 +69,10 @@ def sites(f: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class SiteInfo:
-    """Describes a named value of a function, such as the output of a layer (see `sites`).
+    """A named value of a function, such as the output of a layer (see `sites`).
 
     Attributes:
-        name: the name of the value, such as "blocks/attention".
+        name: the name, such as "blocks/attention".
         value: a tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the captured value.
         scans: a tuple of the lengths of the scans around the value, which are the sizes of the
             first axes of the captured value.
@@ -96,7 +97,7 @@ class SiteInfo:
 
 
 class Sites(tuple):
-    """The named values (sites) of a function. `str()` returns one line for each named value.
+    """The named values of a function. `str()` returns one line for each.
 
     >>> ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3)).names
     ('double',)
@@ -113,28 +114,26 @@ class Sites(tuple):
 
 
 def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
-    """Returns a function that computes `f`, and also returns named intermediate values of `f` (see
-    `sites`).
+    """Returns a function that computes `f`, and also returns named intermediate values of it.
 
         logits, seen = ft.capture(model, "blocks/attention")(params, x)
 
     Args:
         f: any function: a model, a loss, a gradient, a training step.
         pattern: the name of a value, a regular expression that matches whole names, or a sequence
-            of names and regular expressions. "blocks[3]/mlp" is the value "mlp" in layer 3 of the
-            `layers.Stack` "blocks". The function `sites` lists the names of all named values.
+            of these. "blocks[3]/mlp" is the value "mlp" in layer 3 of the `layers.Stack` "blocks".
+            `sites` lists all names.
 
     Returns:
-        A function with f's arguments that returns (f's result, {name: value}). For a layer, the
-        value is exactly the output of the layer. If a named value is in a scan, the captured value
-        has a leading axis for the iterations. If f contains a `vmap`, a value that depends on the
-        mapped arguments has a leading axis for the batch. If f computes derivatives, the captured
-        values are those of the forward pass. In a compiled program, named values that `pattern`
-        does not match cause no additional cost.
+        A function with f's arguments that returns (f's result, {name: value}). The value of a layer
+        is exactly its output, with a leading axis for the iterations if it is in a scan, and one
+        for the batch if it depends on the mapped arguments of a `vmap` in f. If f computes
+        derivatives, the values are those of the forward pass. In a compiled program, values that
+        you do not capture cost nothing.
 
     Raises:
-        ValueError: a pattern matches no named value, or matches a named value inside a while loop,
-            a branch of cond or a shard_map.
+        ValueError: a pattern matches no named value, or one inside a while loop, a branch of cond
+            or a shard_map.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((3, 5)))
@@ -166,35 +165,31 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
 
 
 def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
-    """Returns a function that computes `f`, but replaces some of its named intermediate values (see
-    `sites`).
+    """Returns a function that computes `f`, but replaces some of its named intermediate values.
 
         y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
 
-    All operations that read a changed value read the new value. If no operation reads the original
-    value, a compiled program does not compute it. In `vmap(intervene(f, ...))`, the functions in
-    `changes` receive the value of one example. In `intervene(vmap(f), ...)`, the functions in
-    `changes` receive the value of the whole batch.
+    Whatever reads a changed value reads the new one. If nothing needs the original value any more,
+    a compiled program does not compute it. The order of transforms matters: in
+    `vmap(intervene(f, ...))`, your functions receive the value of one example, and in
+    `intervene(vmap(f), ...)` that of the whole batch.
 
     Args:
-        f: any function. For the gradient of the changed function, use `grad(intervene(f,
-            changes))`, not `intervene(grad(f), changes)`.
+        f: any function. For the gradient of the changed function, use
+            `grad(intervene(f, changes))`, not `intervene(grad(f), changes)`.
         changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a
-            tree with the structure, shapes and dtypes of `value`. `index` is a tuple with the index
-            of the iteration of each scan around the value, the outermost scan first. In a stack of
-            layers, `index` is (layer,); outside of scans, `index` is (). If several patterns match
-            the same value, the functions `change` of these patterns are applied in the order of the
-            dict.
+            tree with the structure, shapes and dtypes of `value`. `index` is a tuple with the
+            iteration of each scan around the value, outermost first: (layer,) in a stack of layers,
+            () outside of scans. If several patterns match a value, their functions are applied in
+            the order of the dict.
 
     Returns:
         A function with f's arguments and results.
 
     Raises:
-        ValueError: a pattern matches no named value, or matches a named value inside a while loop,
-            a branch of cond or a shard_map. A ValueError is also raised for a named value inside a
-            function with a custom derivative, or inside a function that `f` itself differentiates.
-            Custom derivatives, and derivatives that `f` itself computes, would still use the
-            original value.
+        ValueError: a pattern matches no named value, or one inside a while loop, a branch of cond
+            or a shard_map, or one inside a function with a custom derivative or that `f` itself
+            differentiates, because its derivative would still use the original value.
         TypeError: a new value differs from the original value in structure, shape or dtype.
 
     >>> def f(x):
@@ -227,16 +222,14 @@ def capture_cotangents(
     f: Callable, pattern: str | Sequence[str], *, has_aux: bool = False
 ) -> Callable:
     """Returns a function that computes a scalar function `f`, and its derivatives with respect to
-    intermediate values.
-
-    The intermediate values are selected by their names, which `sites` lists.
+    named intermediate values.
 
         loss, cotangents = ft.capture_cotangents(loss, "blocks/attention")(params, batch)
 
     Args:
         f: a function that returns a floating-point scalar. Pass the function itself, not its
             gradient.
-        pattern: one or several patterns, as in `capture`.
+        pattern: one or several patterns, as in `capture`. `sites` lists the names.
         has_aux: whether f returns a pair (scalar, auxiliary outputs). Default False.
 
     Returns:

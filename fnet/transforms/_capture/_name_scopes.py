@@ -12,24 +12,22 @@ from fnet.jaxpr import tag
 
 
 def name_scopes(module: Any) -> Any:
-    """Returns a flax.nnx module whose submodules run under named scopes. flax.nnx itself does not
-    name scopes.
+    """Returns a flax.nnx module whose submodules run under named scopes, which flax.nnx does not
+    set itself.
 
         named = ft.name_scopes(module)
         print(ft.sites(named)(x))
 
-    The name of a submodule is the path of the attribute that contains it. For example, the path of
-    the submodule `module.blocks[0].attention` is "blocks/0/attention", as in the module's state. If
-    several attributes refer to the same submodule, its name is the path of the first of these
-    attributes. All functions of fnet that use the paths of layers, such as `capture`, `autocast`
-    and `cost.count`, work with the module that `name_scopes` returns.
+    Everything in fnet that addresses layers by their paths, such as `capture`, `autocast` and
+    `cost.count`, then works with the module. A submodule has the path of the attribute that
+    contains it, as in the module's state: `module.blocks[0].attention` is "blocks/0/attention". If
+    several attributes refer to it, the first one counts.
 
     Args:
         module: a `flax.nnx.Module`. Equinox, Haiku and Flax Linen name their scopes themselves.
 
     Returns:
-        A copy that shares all variables with the original module, so an update of a variable
-        changes both modules.
+        A copy that shares all variables with the original module: an update of one changes both.
 
     Raises:
         TypeError: `module` is not a flax.nnx module.

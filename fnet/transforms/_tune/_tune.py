@@ -46,96 +46,34 @@ def tune(
     rules: Mapping[str, bool] | None = None,
     measure: bool = False,
 ) -> Callable:
-    """Rewrites a step into forms for which the chip's compiler generates fast code. The results of
-    the step stay equal up to rounding.
+    """Rewrites a training step so that XLA compiles it to faster code, with equal results up to
+    rounding.
 
         step = ft.tune(jax.jit(step, donate_argnums=0))
 
-    On a CPU, `tune` makes these changes:
+    Pass the complete step, since `tune` rewrites the program after differentiation, and apply it
+    after all other transforms. Which operations change, such as convolutions or loops over layers,
+    depends on the chip: docs/transforms.md says what each rule does, and
+    `print(ft.explain(step, *args))` which ones apply to your step, and where. NaN and Inf stay at
+    the same positions. Dtypes, named scopes and donated arguments stay, too.
 
-    - Optimization barriers before large matrix products prevent XLA from fusing a strided copy of
-      an operand with the elementwise operations that compute the operand.
-
-    - Transposes introduced by vmap are undone.
-
-    - For a weight gradient, both operands of the matrix product are reshaped to matrices, and the
-      smaller operand becomes the first one.
-
-    - Matrix products of bfloat16 arrays (including arrays that the user cast to bfloat16) are
-      rewritten so that XLA computes them fast and accumulates in float32.
-
-    - Poolings whose windows do not overlap, and their gradients, become elementwise operations. The
-      gradient of a max pooling goes to the same element of the window as in XLA, even if several
-      elements are equal to the maximum.
-
-    - For the weight gradient of a convolution, which is also a convolution, the operands are
-      transposed to the layouts of a forward convolution (NHWC and HWIO).
-
-    - Depthwise convolutions and their gradients become elementwise products and sums of shifted
-      arrays.
-
-    - Convolutions with up to 32 groups become one convolution for each group.
-
-    - Gradients of transposed convolutions get the form of gradients of strided convolutions.
-
-    - If most of the FLOPs are in convolutions, compiler options select the library that computes
-      the convolutions. The library for bfloat16 convolutions is oneDNN, if jaxlib is 0.12 or later
-      and the CPU has bfloat16 instructions (AMX or AVX-512).
-
-    On a GPU or TPU, `tune` makes these changes:
-
-    - Loops over layers are unrolled if the program stays small, because XLA then recomputes
-      elementwise operations in the backward pass instead of storing their results.
-
-    - If each iteration of a loop casts the same array to 16 bits, the array is cast once, before
-      the loop.
-
-    - Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
-
-    - On TPUs, the weights of the unrolled layers, and their gradients, are separate arrays within
-      the step, because the compiler prefetches whole arrays, but not slices, into on-chip memory.
-
-    - On TPUs, the mean and variance of BatchNorm for a bfloat16 array x are computed from the sums
-      of x and x², so that XLA can compute the sums in the same compiled kernel as the convolution
-      whose result is x.
-
-    - On TPUs, a scatter that overwrites up to 16 slices, as in text generation, becomes an
-      elementwise selection.
-
-    - On GPUs, a one-row operand of a 16-bit matrix product, as in text generation, gets a second,
-      equal row. For a matrix product with a two-row operand, XLA stores no intermediate results in
-      GPU memory.
-
-    On every chip, the results of a tuned step contain NaN and Inf at the same positions as the
-    results of the original step. Dtypes and named scopes do not change.
-
-    `tune` rewrites the whole program, after differentiation, so pass the complete step, not the
-    model. Apply `tune` after all other transforms. If a tuned step is called with arrays, it is
-    compiled with the compiler options that the rewrite rules of `tune` select. If the original step
-    is jitted and donates arguments, the tuned step donates the same arguments. A tuned step that is
-    called inside another transformation (jit, vmap, grad) becomes a part of the outer program.
-    Inside another transformation, the compiler options that `tune` selects have no effect, and a
-    warning lists these options.
+    `tune` also selects compiler options, which JAX accepts only at the outermost jit. Inside
+    another transformation (jit, vmap, grad), a tuned step is therefore a part of the outer program
+    without these options, and a warning lists them.
 
     Args:
-        step: a function of arrays, jitted or not, written with any library. The rewrite rules also
-            apply inside loops, branches, jit, remat, shard_map and custom derivatives. A step that
-            is not jitted may also have arguments and results that are not arrays, such as a whole
-            Equinox model. The step is traced again for each new value of an argument that is not an
-            array.
+        step: a function of arrays, jitted or not, written with any library. Rules also apply inside
+            loops, branches, jit, remat, shard_map and custom derivatives. Arguments and results of
+            a step that is not jitted may be other things than arrays, such as a whole Equinox
+            model. The step is traced again for each new value of an argument that is not an array.
         chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a
             `hardware.Chip`. Default "auto".
-        rules: a dict {name of a rewrite rule: False} of the rules to disable. The rules that change
-            a step are
-            listed by `ft.explain(ft.tune(step), *args)`. Default None: no rule is disabled.
-        measure: whether to select the rewrite rules by timing. With `measure=True`, the first call
-            with arrays compiles and times the program on copies of the arguments: with all rules,
-            with no rule, and with each rule disabled in turn. The fastest selection of rules is
-            used, and stored in FNET_CACHE or ~/.cache/fnet for later processes. `ft.explain`
-            reports the times. All rules are used without timing in four cases: the program has
-            callbacks, an argument is neither an array nor a number, copies of the arguments would
-            need more than 10 % of this machine's memory, or there are several processes. Default
-            False.
+        rules: {name of a rule: False}, the rules to disable. Default None: no rule is disabled.
+        measure: whether to select the rules by timing. The first call with arrays then times the
+            program, on copies of the arguments, with all rules, with none, and with each one
+            disabled in turn. The fastest selection is used, and stored in FNET_CACHE or
+            ~/.cache/fnet for later processes. docs/performance.md lists when all rules are used
+            without timing. Default False.
 
     Returns:
         A function with step's signature and results, and with the methods `trace` and `lower` as in
