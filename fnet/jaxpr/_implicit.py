@@ -1,10 +1,6 @@
-"""Defines `ImplicitArray` and `View`, two classes for parameters that are computed from several
-arrays, such as a quantized matrix from codes and scales.
-
-`ImplicitArray` is the base class of parameters that are computed from several arrays. A `View`
-represents the result of casts, transposes and reshapes of an implicit array, such as a quantized
-matrix. The casts, transposes and reshapes do not compute the elements of the array.
-"""
+"""`ImplicitArray`, the base class of parameters that are computed from several arrays, such as a
+quantized matrix from codes and scales, and `View`, one after casts, transposes and reshapes that
+have not computed its elements."""
 
 from __future__ import annotations
 
@@ -81,15 +77,14 @@ class ImplicitArray:
         raise NotImplementedError
 
     def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
-        """Returns the matrix product of x and this implicit array, contracted over `axes` of this
-        array.
+        """Returns the matrix product of x and this array, contracted over `axes` of this array.
 
-        As in `numpy.tensordot`, the result has the uncontracted axes of x, followed by the
-        uncontracted axes of this array.
+        As in `numpy.tensordot`, the result has the uncontracted axes of x, followed by those of
+        this array.
 
         Args:
             x: a plain array of shape [..., *contracted axes], the left operand of the matrix
-                product. The last axes of x correspond to `axes`, in this order.
+                product. Its last axes correspond to `axes`, in this order.
             axes: the positions of the contracted axes of this array.
             dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of an
                 ordinary `jax.Array` w, with the `precision` of the matrix product in the program.
@@ -98,17 +93,17 @@ class ImplicitArray:
 
     def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
         """Returns the convolution of x with this array as the kernel. For a plain array `kernel`,
-        the result is `convolution(x, kernel)`."""
+        that is `convolution(x, kernel)`."""
         return NotImplemented
 
     def lookup(self, take: Callable) -> Any:
         """Returns rows (slices of axis 0) of this array.
 
         Args:
-            take: a function `take(a)` that returns the rows `a[indices]` of a plain array `a`, with
-                the indices that the program looks up. The array `a` must have the same number of
-                rows as the implicit array. For indices out of range, `take` returns NaN if the
-                program's lookup returns NaN. If `a` contains integers, `take` clips the indices.
+            take: a function `take(a)` that returns the rows `a[indices]` of a plain array `a` with
+                as many rows as this one, for the indices that the program looks up. For indices out
+                of range, it returns NaN if the program's lookup does, and clips the indices if `a`
+                contains integers.
         """
         return NotImplemented
 
@@ -118,14 +113,14 @@ class ImplicitArray:
 
     @property
     def has_leading_axis(self) -> bool:
-        """Whether the implicit array can be sliced along axis 0 by slicing axis 0 of its leaves,
-        such as scales.
+        """Whether a slice of axis 0 is one of axis 0 of each leaf, such as the scales. Default
+        False.
 
         If True, scans over the array, slices of axis 0 and matrix products with batch axis 0 read
-        slices of the leaves, and do not materialize the array. A subclass whose axis 0 is an axis
-        of each leaf, for example because its arrays are those of a stack of layers, returns True.
-        Sizes cannot tell: in a low-rank change of rank 8 to a kernel [8, out], axis 0 of each
-        factor has the size 8, too. Default False.
+        slices of the leaves, and do not materialize the array. A subclass returns True if axis 0 is
+        an axis of each leaf, for example because its arrays are those of a stack of layers. Sizes
+        cannot tell: in a low-rank change of rank 8 to a kernel [8, out], axis 0 of each factor has
+        the size 8, too.
         """
         return False
 

@@ -29,8 +29,7 @@ Rule = Callable[[str, str, list, Any], Any]
 
 
 def rewrite(f: Callable, rule: Rule) -> Callable:
-    """Rewrites `f` with a rule, which is called for each equation of the jaxpr of `f` and may
-    replace the equation.
+    """Rewrites `f` with a rule, which is called for each equation of its jaxpr and may replace it.
 
         def double_sines(primitive, scope, inputs, equation):
             if primitive == "sin":
@@ -39,30 +38,27 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
         g = ft.rewrite(f, double_sines)
 
-    The rewritten function is an ordinary JAX function: it can be differentiated, compiled, batched
-    and rewritten again. Loops, branches, jit, remat, shard_map, custom derivatives and custom
-    batching are preserved, and the rule is also called for the equations inside them. A jitted
-    function inside `f` keeps its name, its donated arguments and its shardings. Equations for which
-    the rule returns NotImplemented do not change.
+    The result is an ordinary JAX function: it can be differentiated, compiled, batched and
+    rewritten again. Loops, branches, jit, remat, shard_map, custom derivatives and custom batching
+    are preserved, and the rule is also called for the equations inside them. A jitted function
+    inside `f` keeps its name, its donated arguments and its shardings.
 
     Args:
         f: any JAX function. Array arguments are traced. Arguments that are not arrays, and results
             that are not JAX arrays, are passed through unchanged.
-        rule: a function `rule(primitive, scope, inputs, equation)`. `primitive` is the name of the
-            primitive, and `inputs` are the input arrays. `scope` is the path of the named scopes
-            that contain the equation, such as "block/fc". The path of a named scope is the same in
-            the forward and backward pass. `equation` is JAX's equation, whose `params` contain the
-            options of the primitive. The rule returns NotImplemented, or a list of outputs with one
-            array for each of `equation.outvars`, of the same shape and dtype. If JAX traces a body
-            (such as the body of a loop) more than once, the rule may be called several times for an
-            equation in this body.
+        rule: a function `rule(primitive, scope, inputs, equation)` of the name of the primitive,
+            the path of the named scopes around the equation, such as "block/fc" (the same in the
+            forward and backward pass), the input arrays, and JAX's equation, whose `params` are the
+            options of the primitive. It returns NotImplemented, which leaves the equation as it is,
+            or a list of outputs: one array for each of `equation.outvars`, of the same shape and
+            dtype. JAX may trace a body, such as that of a loop, more than once; the rule is then
+            called again for its equations.
 
     Returns:
         A function with f's signature and results.
 
     Raises:
-        TypeError: the rule does not return, for each output, an array with the shape and dtype of
-            this output.
+        TypeError: the rule does not return, for each output, an array with its shape and dtype.
 
     >>> def double_sines(primitive, scope, inputs, equation):
     ...     return [2 * jnp.sin(inputs[0])] if primitive == "sin" else NotImplemented

@@ -45,17 +45,16 @@ tag_p = Primitive("site")
 
 
 def tag(value: Any, name: str | None = None) -> Any:
-    """Names a value, so that `transforms.capture` can return the value and `transforms.intervene`
-    can replace it.
+    """Names a value, so that `transforms.capture` can return it and `transforms.intervene` can
+    replace it.
 
-    fnet calls `tag` automatically for the outputs of each layer. In a plain function, call `tag`
-    for the values that `capture` and `intervene` should find. `tag` returns the value unchanged,
-    and compiled programs do not contain the tag.
+    The value itself comes back unchanged, and compiled programs contain no trace of the name. fnet
+    tags the outputs of each layer; in a plain function, tag what you want to see.
 
     Args:
         value: a tree of arrays.
-        name: the last part of the name of the value. The path of the named scopes around the value
-            precedes `name`. Default None: the name of the value is the path of the named scopes.
+        name: the last part of the value's name, after the path of the named scopes around it.
+            Default None: the path alone.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))
