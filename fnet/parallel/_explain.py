@@ -19,10 +19,10 @@ def table(plan) -> str:
     said += _rows(plan)
     said += ["", *_sent(plan)]
     if plan.replicated:
-        more = f"; and {len(plan.replicated) - 8} more" if len(plan.replicated) > 8 else ""
+        more = f"; and {len(plan.replicated) - 3} more" if len(plan.replicated) > 3 else ""
         said += [
             "replicated: "
-            + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.replicated[:8])
+            + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.replicated[:3])
             + more
         ]
     working = {"slice", "data"}
@@ -58,25 +58,49 @@ def table(plan) -> str:
 
 
 def _rows(plan) -> list[str]:
-    lines = [("strategy", "state MiB", "peak MiB", "sent MiB", "step at best", "bound", "")]
-    for each in plan.candidates:
-        compiled = each.compiled
-        peak = "compiled" if compiled and compiled.peak is not None else "estimated"
-        sent = "compiled" if compiled and compiled.ledger is not None else "estimated"
-        total = each.ledger.sent + (0 if sent == "compiled" else each.estimate.between.sent)
-        state = "exact" if each.exact else "estimated"
-        lines.append(
-            (
-                each.strategy,
-                f"{each.persistent / 2**20:,.2f} {state}",
-                f"{each.peak / 2**20:,.2f} {peak}",
-                f"{total / 2**20:,.2f} {sent}",
-                f"{seconds_text(each.time.seconds)} estimated",
-                each.time.bound,
-                each.verdict,
-            )
-        )
-    return aligned(lines, left=(0, 5, 6))
+    """Returns the lines of the table of strategies. How a column's numbers are known stands in its
+    head; where that differs from row to row, estimates are marked with `~`."""
+    known = [_known(each) for each in plan.candidates]  # [candidate][column]
+    names = ("state MiB", "peak MiB", "sent MiB", "step at best")
+    bases = [{row[column][1] for row in known} for column in range(len(names))]
+    heads = [("strategy", *names, "bound", ""), ("", *map(_basis, bases), "", "")]
+    lines = []
+    for each, row in zip(plan.candidates, known):
+        cells = [
+            f"~{text}" if basis == "estimated" and len(all_bases) > 1 else text
+            for (text, basis), all_bases in zip(row, bases)
+        ]
+        lines.append((each.strategy, *cells, each.time.bound, each.verdict))
+    return aligned([*heads, *lines], left=(0, 5, 6))
+
+
+def _basis(bases: set[str]) -> str:
+    """How a column's numbers are known."""
+    others = bases - {"estimated"}
+    if not others:
+        return "estimated"
+    return ", ".join(sorted(others)) + ", ~ estimated" * ("estimated" in bases)
+
+
+def _known(candidate) -> list[tuple[str, str]]:
+    """A row's numbers, each with how it is known: "exact", "compiled" or "estimated"."""
+    compiled = candidate.compiled
+    peak = "compiled" if compiled and compiled.peak is not None else "estimated"
+    sent = "compiled" if compiled and compiled.ledger is not None else "estimated"
+    total = candidate.ledger.sent
+    if sent == "estimated":
+        total += candidate.estimate.between.sent
+    return [
+        (_mib(candidate.persistent), "exact" if candidate.exact else "estimated"),
+        (_mib(candidate.peak), peak),
+        (_mib(total), sent),
+        (seconds_text(candidate.time.seconds), "estimated"),
+    ]
+
+
+def _mib(nbytes: float) -> str:
+    mebibytes = nbytes / 2**20
+    return f"{mebibytes:,.0f}" if mebibytes >= 100 else f"{mebibytes:,.2f}"
 
 
 def _sent(plan) -> list[str]:
@@ -92,7 +116,7 @@ def _sent(plan) -> list[str]:
         for transfer in one.ledger.transfers:
             by_kind[transfer.collective] = by_kind.get(transfer.collective, 0.0) + transfer.sent
         said = [
-            f"{name} {sent / 2**20:,.2f}"
+            f"{name} {_mib(sent)}"
             for name, sent in sorted(by_kind.items(), key=lambda item: -item[1])
         ]
         lines.append(
@@ -103,7 +127,7 @@ def _sent(plan) -> list[str]:
         among = "of these" if each.compiled and each.compiled.ledger is not None else "and"
         lines.append(
             f"{among} between {'slices' if plan.chip.kind == 'tpu' else 'machines'}: "
-            f"{each.estimate.between.sent / 2**20:,.2f} (estimated)"
+            f"{_mib(each.estimate.between.sent)} (estimated)"
         )
     if each.compiled and each.compiled.arguments:
         same = (
@@ -112,8 +136,7 @@ def _sent(plan) -> list[str]:
             else (f"{each.compiled.arguments - each.arguments:+,} bytes from the prediction")
         )
         lines.append(
-            f"state and its part of the batch on each chip: {each.compiled.arguments / 2**20:,.2f} "
-            f"MiB "
+            f"state and its part of the batch on each chip: {_mib(each.compiled.arguments)} MiB "
             f"(compiled), {same}"
         )
     return lines

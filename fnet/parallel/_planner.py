@@ -29,7 +29,7 @@ ROOM = 0.92  # fraction of a chip's memory that a program may use; the runtime n
 DOUBT = 1.25  # an estimate of memory may be too high by this factor; strategies with higher estimates are not compiled
 CLOSE = 1.05  # bytes or times up to this factor of the minimum count as equal
 _LATER = "not compiled"
-_UNKNOWN = "unknown without compiling: it may send several times as much"
+_UNKNOWN = "unknown without compiling: it may send far more"
 FEW = 16  # for up to this number of devices, every strategy that may fit is compiled
 
 

@@ -1,6 +1,7 @@
 """plan and plan.jit: with every strategy the results of one device on eight, and the reasons for
 the choice."""
 
+import dataclasses
 import functools
 import re
 
@@ -167,13 +168,24 @@ def test_pins_where_they_send_less(make, pins):
         sent["fsdp+pins"] < 0.6 * sent["fsdp"] if pins else sent["fsdp"] < 0.5 * sent["fsdp+pins"]
     ), sent
     text = plan.explain()
+    assert text.splitlines()[4].split() == ["exact", "compiled", "compiled", "estimated"]
     for each in plan.candidates:
-        assert re.search(
-            rf"^{re.escape(each.strategy)} .* {each.ledger.sent / 2**20:,.2f} compiled  ",
-            text,
-            re.M,
-        )
+        row = rf"^{re.escape(each.strategy)} .* {each.ledger.sent / 2**20:,.2f}  "
+        assert re.search(row, text, re.M)
     assert re.search(r"sends \d\.\d\d times as much", text)
+
+
+def test_estimates_beside_compiled_numbers_are_marked():
+    plan = parallel.plan(*mlp())
+    first, *others = plan.candidates
+    mixed = dataclasses.replace(
+        plan, candidates=(dataclasses.replace(first, compiled=None), *others)
+    )
+    known, estimate, compiled = mixed.explain().splitlines()[4:7]
+    assert known.split() == ["exact", *["compiled,", "~", "estimated"] * 2, "estimated"]
+    assert estimate.count("~") == 2 and "~" not in compiled
+    whole = dataclasses.replace(plan, candidates=(dataclasses.replace(first, persistent=2**30),))
+    assert whole.explain().splitlines()[5].split()[1] == "1,024"  # MiB; 99.99 keeps its decimals
 
 
 def limited(monkeypatch, limit):
