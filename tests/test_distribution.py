@@ -121,6 +121,12 @@ def _pages():
             yield path.relative_to(ROOT), "\n".join(strings(text))
 
 
+def test_the_citation_and_the_changelog_name_the_version():
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    assert cited == fnet.__version__
+    assert f"\n## {cited}, " in (ROOT / "CHANGELOG.md").read_text()
+
+
 def test_no_line_installs_a_distribution_by_name_that_is_not_published():
     allowed = published()
     found = {(str(path), name) for path, text in pages() for name in ours(text) - allowed}

@@ -102,3 +102,12 @@ def test_a_plan_is_printed_and_nothing_else_happens(tmp_path, name, flags):
 )
 def test_errors(tmp_path, flag, message):
     assert run("language_model", flag, f"--workdir={tmp_path}", code=2) == message
+
+
+@pytest.mark.exhaustive
+def test_the_plan_in_readme_is_what_the_experiment_prints():
+    printed = run("plan_flax")
+    [shown] = re.findall(r"```\n(16 x TPU v5e.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    first, *rows = shown.splitlines()
+    assert printed.startswith(first.removesuffix(" ...")) and len(rows) == 12
+    assert "\n".join(rows) in printed
