@@ -1,17 +1,17 @@
 """Layers, the parts of models.
 
-A layer is an immutable object. The parameters of a layer are stored outside the layer, in plain
-nested dicts:
+A layer is an immutable object without arrays. Its parameters are a plain nested dict, which you
+pass to each call:
 
     model = nn.Sequential(nn.Conv(32, 3), jax.nn.relu, nn.MaxPool(2), nn.Flatten(), nn.Dense(10))
     params, state = model.init(jax.random.key(0), x)
     logits = model(params, x)
 
-For activation functions, use `jax.nn`: `sigmoid`, `leaky_relu`, `tanh`, `relu`, `elu`, `gelu`,
-`silu`, ... Optax contains losses, such as `optax.squared_error`,
+Activation functions come from `jax.nn`: `sigmoid`, `leaky_relu`, `tanh`, `relu`, `elu`, `gelu`,
+`silu`, ... Losses come from Optax, such as `optax.squared_error`,
 `optax.sigmoid_binary_cross_entropy`, `optax.softmax_cross_entropy_with_integer_labels` and
-`optax.hinge_loss`. For the cross-entropy over a large vocabulary, use `linear_cross_entropy`.
-"""
+`optax.hinge_loss`. For the cross-entropy over a large vocabulary, use
+`linear_cross_entropy`."""
 
 from typing import Any
 

@@ -49,54 +49,50 @@ def dot_product_attention(
 
         out[t, h] = sum_s softmax_s(scale query[t, h] . key[s, g] + mask[t, s]) value[s, g],  g = h // (heads / groups)
 
-    On a CPU, the queries are processed in blocks. If `causal` or `window` hides a key from all
-    queries of a block, the computation of this block skips the key. On a GPU or TPU, a flash
-    attention kernel runs if it supports the arguments; otherwise XLA compiles the formula.
-    `transforms.explain` reports which implementation runs. Forward-mode and reverse-mode
-    derivatives of any order are supported. For the backward pass, query, key, value and output are
-    stored; the attention weights are recomputed. The stored output has the name "attention", by
-    which `jax.checkpoint_policies.save_only_these_names` can select it.
+    >>> q = k = v = jnp.ones((2, 8, 4, 16))
+    >>> dot_product_attention(q, k, v, causal=True).shape
+    (2, 8, 4, 16)
 
-    Glossary: b batch, t time of the queries, s time of the keys, h query heads, g key/value heads,
-    d head_dim. In the formula, `heads` is the number of query heads, and `groups` is the number of
-    key/value heads.
+    A CPU processes the queries in blocks, and skips keys that `causal` or `window` hides from a
+    whole block. A GPU or TPU runs a flash attention kernel if it supports the arguments, and what
+    XLA makes of the formula if not; `transforms.explain` reports which. For the backward pass,
+    query, key, value and output are stored, and the attention weights recomputed. The stored output
+    has the name "attention", by which `jax.checkpoint_policies.save_only_these_names` can select
+    it. Forward-mode and reverse-mode derivatives of any order are supported.
+
+    Glossary: b batch, t time of the queries, s time of the keys, h query heads (`heads` in the
+    formula), g key/value heads (`groups`), d head_dim.
 
     Args:
         query: [b, t, h, d].
         key, value: [b, s, g, d] in the query's dtype. h / g query heads share one key/value head
             (Ainslie et al., 2023).
         mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any
-            axis of the mask may have length 1. In the formula, mask[t, s] is 0 for True and minus
-            infinity for False. Default None: no mask.
-        lengths: integers [b], the number of valid keys at the start of each example; all other keys
-            (padding) are ignored. Default None: all keys are valid.
+            axis may have length 1. In the formula, True is 0 and False minus infinity. Default
+            None: no mask.
+        lengths: integers [b], the number of valid keys at the start of each example; the others
+            (padding) are ignored. Default None: all are valid.
         starts: integers [b], the position of the first query of each example, counted from the
-            example's first key. Only `causal` and `window` depend on positions. Default None: 0.
-        causal: whether a query attends only to keys at its own and earlier positions. Default
-            False.
+            example's first key, for `causal` and `window`. Default None: 0.
+        causal: whether a query attends only to its own and earlier positions. Default False.
         window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends
-            to the last `window` keys, including the key at its own position. Without `causal`, a
-            query attends to all keys that are less than `window` positions away. Default None: no
-            limit.
+            to the last `window` keys, its own included; without, to all keys less than `window`
+            positions away. Default None: no limit.
         scale: the factor by which the logits are multiplied. Default None: 1 / sqrt(d).
-        softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits /
-            softcap), as in Gemma 2. Default None: no bound.
+        softcap: a bound on the logits: softcap * tanh(logits / softcap) replaces the scaled logits,
+            as in Gemma 2. Default None: no bound.
 
     Returns:
-        An array [b, t, h, d] in the query's dtype. The output is 0 for a query that attends to no
-        key. The softmax is computed in float32, or in float64 for float64 inputs. If a key or value
-        contains NaN, the outputs of all queries that attend to this key are NaN. Depending on the
-        implementation, NaN in a key or value also affects queries that do not attend to this key.
+        [b, t, h, d] in the query's dtype, 0 for a query that attends to no key. The softmax is
+        computed in float32, or in float64 for float64 inputs. A NaN in a key or value makes the
+        outputs of all queries that attend to it NaN, and depending on the implementation also
+        those of other queries.
 
     Raises:
         ValueError: the shapes do not match, `window` is less than 1, or `softcap` is not positive.
         TypeError: the dtypes differ or are not floating-point.
 
     Source: Vaswani et al. (2017), Attention Is All You Need, section 3.2.
-
-    >>> q = k = v = jnp.ones((2, 8, 4, 16))
-    >>> dot_product_attention(q, k, v, causal=True).shape
-    (2, 8, 4, 16)
     """
     query, key, value = map(jnp.asarray, (query, key, value))
     _check(query, key, value)

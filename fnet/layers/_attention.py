@@ -27,44 +27,38 @@ from fnet.layers._sizes import integers
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding: rotates pairs of features by angles that are proportional to the
-    position.
+    """Rotary position embedding: rotates pairs of features by angles that grow with the position.
 
         angle(position, i) = position * base ** (-2 i / head_dim),  i = 0 .. head_dim / 2 - 1
-
-    A `Rotary` is called as `rotary(x, positions)` with x [batch, time, heads, head_dim] and
-    positions [batch, time]. The result has the shape and dtype of x. Angles are computed in
-    float32.
-
-    The argument `scaling` is for models whose context was extended after training, because these
-    models use other angles. `scaling` is a function, for example an instance of
-    `models.Llama3Scaling`. `scaling` receives a float32 NumPy array [head_dim / 2], which contains
-    for each pair of features the angle between two successive positions. `scaling` returns the new
-    angles, also an array [head_dim / 2]. `scaling` may have two attributes, `amplitude` and
-    `by_length`. `amplitude` is a factor by which the rotated features are multiplied. `by_length`
-    states whether the angles depend on the length of the text. If `by_length` is True, `scaling`
-    has a second argument, an array [batch] with the number of tokens of each example, and returns
-    an array [batch, head_dim / 2]. If `by_length` is True, an `Attention` layer caches the keys
-    before their rotation, and rotates all cached keys with the angles for the current length. When
-    the text becomes longer, the rotation angles may change, but the cached keys and values of
-    deeper layers are not recomputed, so they still depend on the angles for the shorter text.
-
-    Args:
-        base: the base of the powers in the formula for the angles. The pair that rotates most
-            slowly completes one rotation in about 2 pi * base positions. Default 10,000.
-        interleaved: whether the pairs of features are (0, 1), (2, 3), ... as in the paper and
-            llama2.c. Default False: the pairs are (i, i + head_dim / 2), as in GPT-NeoX and in
-            Hugging Face's Llama.
-        scaling: the function described above. Default None: the angles are not changed.
-        features: number of features of each head that are rotated, counted from the first feature.
-            If `features` is given, the formula for the rotation angles uses `features` in place of
-            head_dim. Default None: all features are rotated.
-
-    Source: Su et al. (2021), RoFormer, eq. 34.
 
     >>> from fnet import layers as nn
     >>> nn.Attention(4, causal=True, rotary=nn.Rotary(base=500_000.0)).rotary.base
     500000.0
+
+    Called as `rotary(x, positions)` with x [batch, time, heads, head_dim] and positions [batch,
+    time], it returns the shape and dtype of x. Angles are computed in float32.
+
+    Args:
+        base: the base of the powers above. The pair that rotates most slowly completes one rotation
+            in about 2 pi * base positions. Default 10,000.
+        interleaved: whether the pairs of features are (0, 1), (2, 3), ... as in the paper and
+            llama2.c. Default False: they are (i, i + head_dim / 2), as in GPT-NeoX and in Hugging
+            Face's Llama.
+        scaling: a function that changes the angles, for models whose context was extended after
+            training, such as a `models.Llama3Scaling`. It gets the angles between two successive
+            positions, a float32 NumPy array [head_dim / 2], and returns new ones. Two attributes
+            are optional: `amplitude`, a factor for the rotated features, and `by_length`; see
+            below. Default None.
+        features: number of features of each head that are rotated, counted from the first. It then
+            takes the place of head_dim in the formula. Default None: all.
+
+    With `scaling.by_length`, angles depend on the length of the text. `scaling` then has a second
+    argument, the number of tokens of each example [batch], and returns [batch, head_dim / 2]. An
+    `Attention` caches such keys unrotated, and rotates all of them with the angles for the current
+    length. When these change with a longer text, the cached keys and values of deeper layers are
+    not recomputed, so they still depend on the angles for the shorter one.
+
+    Source: Su et al. (2021), RoFormer, eq. 34.
     """
 
     base: float = 10000.0
@@ -142,32 +136,34 @@ class Attention(Layer):
 
         out = concat_h softmax(q_h k_h^T / sqrt(head_dim) + mask) v_h
 
-    In the formula, mask is 0 for keys to which a query may attend, and minus infinity for all other
-    keys.
+    >>> from fnet import layers as nn
+    >>> attention, x = nn.Attention(4, causal=True), jnp.ones((2, 8, 32))
+    >>> params, _ = attention.init(jax.random.key(0), x)
+    >>> attention(params, x).shape
+    (2, 8, 32)
+
+    mask is 0 for keys to which a query may attend, and minus infinity for the others.
 
     Glossary: b batch, t time of the queries, s time of the keys, f features, h heads, g key/value
     heads, d head_dim.
 
     Args:
         heads: number of query heads.
-        kv_heads: number of key/value heads, a divisor of `heads`. Each key/value head is shared by
-            the same number of query heads, heads / kv_heads (Ainslie et al., 2023). Default: heads.
+        kv_heads: number of key/value heads, a divisor of `heads`. Each is shared by heads /
+            kv_heads query heads (Ainslie et al., 2023). Default: heads.
         head_dim: number of features of each head. Default: f / heads.
-        causal: whether a query attends only to keys at its own and earlier positions. Default
-            False.
+        causal: whether a query attends only to its own and earlier positions. Default False.
         rotary: a `Rotary` for queries and keys. Default None: no rotation.
         window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends
-            to the last `window` keys, including the key at its own position. Without `causal`, a
-            query attends to all keys that are less than `window` positions away. Default None: no
-            limit.
+            to the last `window` keys, its own included; without, to all keys less than `window`
+            positions away. Default None: no limit.
         scale: the factor by which the logits are multiplied. Default: 1 / sqrt(head_dim).
-        softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits /
-            softcap), as in Gemma 2. Default None: no bound.
+        softcap: a bound on the logits: softcap * tanh(logits / softcap) replaces the scaled logits,
+            as in Gemma 2. Default None: no bound.
         qk_norm: a normalization layer for queries and keys before the rotation, such as
-            `nn.RMSNorm()`. Default None: no normalization.
-        norm_heads: whether `qk_norm` normalizes each head separately, as in Qwen 3. If `norm_heads`
-            is False, `qk_norm` normalizes the features of all heads together, as in OLMo 2. Default
-            True.
+            `nn.RMSNorm()`. Default None.
+        norm_heads: whether `qk_norm` normalizes each head separately, as in Qwen 3, or with False
+            all heads together, as in OLMo 2. Default True.
         use_bias: whether the four projections have a bias. Default True.
         out_bias: whether the output projection has a bias. Default: use_bias.
         dropout: the dropout rate of the attention weights. Default 0.
@@ -179,36 +175,25 @@ class Attention(Layer):
         context: [b, s, f'], the source of keys and values for cross-attention. Default: x.
         mask: boolean, True if a query may attend to a key: [t, s], [b, t, s], [b, 1, t, s] or [b,
             h, t, s]. Default: no mask.
-        lengths: integers [b], the number of valid keys at the start of each example; all other keys
-            (padding) are ignored. Default: all keys are valid.
-        positions: integers [b, t] or [t], the positions for the rotary embedding. Default: 0, 1,
-            .... If a cache is passed, the default positions begin after the positions of the cached
-            tokens.
+        lengths: integers [b], the number of valid keys at the start of each example; the others
+            (padding) are ignored. Default: all are valid.
+        positions: integers [b, t] or [t], for the rotary embedding. Default: 0, 1, ..., or those
+            after the cached tokens.
 
-    Output: [b, t, f] in the dtype of x. For a query that attends to no key, the input of the output
-    projection is 0. The softmax is computed in float32, or in float64 for float64 inputs.
+    Output: [b, t, f] in the dtype of x. A query that attends to no key gives the output projection
+    a 0. The softmax is computed in float32, or in float64 for float64 inputs.
 
     Parameters: query/kernel [f, h d], key/kernel and value/kernel [f, g d], out/kernel [h d, f],
-    and biases. With `qk_norm`, the layer also has the parameters query_norm/scale and
-    key_norm/scale.
-    State: `model.cache(x)` creates the key/value cache, a state of kind "cache". The cache consists
-    of cached_key and cached_value [b, g, max_length, d], and of index [b], the number of cached
-    tokens.
+    and biases; with `qk_norm` also query_norm/scale and key_norm/scale.
 
-    A causal layer that is called without `context` can use a cache. If `state` contains a cache,
-    the layer appends the keys and values of x to the cache, and every query attends to the cached
-    keys of its example. If `lengths` is passed, the cache keeps only the first `lengths[i]` of the
-    new keys and values of example i. Therefore, prompts of unequal length can be padded on the
-    right. If the tokens of an example do not fit into the cache, the outputs of this example are
-    NaN.
+    State: a key/value cache of kind "cache", which `model.cache(x)` creates: cached_key and
+    cached_value [b, g, max_length, d], and index [b], the number of cached tokens. With a cache in
+    `state`, a causal layer without `context` appends the keys and values of x to it, and each query
+    attends to the cached keys of its example. With `lengths`, only the first `lengths[i]` new ones
+    of example i are kept, so prompts of unequal length can be padded on the right. Outputs of an
+    example whose tokens do not fit are NaN.
 
     Source: Vaswani et al. (2017), Attention Is All You Need, section 3.2.
-
-    >>> from fnet import layers as nn
-    >>> attention, x = nn.Attention(4, causal=True), jnp.ones((2, 8, 32))
-    >>> params, _ = attention.init(jax.random.key(0), x)
-    >>> attention(params, x).shape
-    (2, 8, 32)
     """
 
     heads: int

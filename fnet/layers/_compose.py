@@ -50,19 +50,18 @@ class _Children(Layer):
 
 
 class Sequential(_Children):
-    """Applies layers one after another: each layer receives the output of the previous layer.
-
-    Args:
-        layers: layers, or plain functions of one array. Layers and functions that are passed by
-            position are named "0", "1", .... The name of a layer that is passed by keyword is the
-            keyword.
-
-    Inputs: the inputs of the first layer. Output: the output of the last layer.
+    """Applies layers one after another, each to the output of the one before.
 
     >>> model = Sequential(Dense(16), jax.nn.relu, head=Dense(10))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((2, 8)))
     >>> sorted(params)
     ['0', 'head']
+
+    Args:
+        layers: layers, or plain functions of one array. Those passed by position are named "0",
+            "1", ..., functions included; a keyword is the name of its layer.
+
+    Inputs: the inputs of the first layer. Output: the output of the last layer.
     """
 
     if TYPE_CHECKING:  # type checkers would take the fields for the arguments of a dataclass
@@ -82,19 +81,18 @@ class Sequential(_Children):
 class Residual(_Children):
     """Computes `y = shortcut(x) + f(x)`, where f applies layers one after another.
 
-    Args:
-        layers: the layers of f, passed and named as in `Sequential`.
-        shortcut: a layer or function that is applied to the input before the addition. If
-            `shortcut` is a layer, the paths of its parameters begin with "shortcut". Default: the
-            input is added unchanged.
-
-    Source: He et al. (2016), Deep Residual Learning for Image Recognition, eq. 1 and 2.
-
     >>> from fnet import layers as nn
     >>> block = nn.Residual(nn.LayerNorm(), nn.Dense(8))
     >>> params, _ = block.init(jax.random.key(0), jnp.ones((2, 8)))
     >>> block(params, jnp.ones((2, 8))).shape
     (2, 8)
+
+    Args:
+        layers: the layers of f, passed and named as in `Sequential`.
+        shortcut: a layer or function for the input, before the addition. The parameters of a layer
+            are at the path "shortcut". Default: the input is added unchanged.
+
+    Source: He et al. (2016), Deep Residual Learning for Image Recognition, eq. 1 and 2.
     """
 
     _: KW_ONLY
@@ -133,18 +131,18 @@ class Residual(_Children):
 
 
 class Parallel(_Children):
-    """Applies several layers to the same inputs, and combines the outputs of these layers.
-
-    Args:
-        layers: the layers, passed and named as in `Sequential`.
-        combine: a function of two arrays that combines the outputs from left to right, as in
-            `functools.reduce`. Default: addition.
+    """Applies several layers to the same inputs, and combines their outputs.
 
     >>> from fnet import layers as nn
     >>> model = nn.Parallel(nn.Dense(8), jax.nn.relu, combine=lambda a, b: a * b)
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((2, 8)))
     >>> sorted(params)
     ['0']
+
+    Args:
+        layers: the layers, passed and named as in `Sequential`.
+        combine: a function of two arrays, which combines the outputs from left to right as in
+            `functools.reduce`. Default: addition.
     """
 
     _: KW_ONLY
@@ -167,30 +165,26 @@ class Parallel(_Children):
 
 class Stack(Layer):
     """Applies `depth` copies of a block one after another, as one `lax.scan` over stacked
-    parameters.
-
-    The time for tracing and compilation does not grow with the depth. Every parameter and state
-    array of the block gets a leading axis of length `depth`. The leading axis has the logical name
-    "layers", which is a hint for sharding. The initial values are the same as those of
-    `Sequential(*[block] * depth)`, but stacked along the new axis. `Stack` does not add a name to
-    the paths of the block's arrays.
-
-    Args:
-        block: the layer that is copied. The output of the block must have the shape and dtype of
-            the first input of the block.
-        depth: the number of copies.
-        unroll: the number of copies of the block that are applied in one iteration of the loop,
-            passed to `lax.scan` as its argument `unroll`. Default 1.
-
-    Inputs: x, and any further inputs of the block. The first input of each copy of the block is the
-    output of the previous copy (x for the first copy); all other inputs are the same for every
-    copy.
+    parameters, so that tracing and compiling take no longer for a deeper model.
 
     >>> from fnet import layers as nn
     >>> stack = nn.Stack(nn.Dense(8), 12)
     >>> params, _ = stack.init(jax.random.key(0), jnp.ones((2, 8)))
     >>> params["kernel"].shape
     (12, 8, 8)
+
+    Every parameter and state array of the block gets a leading axis of length `depth`, with the
+    logical name "layers" as a hint for sharding. Its path stays the same, and its initial values
+    are those of `Sequential(*[block] * depth)`, stacked.
+
+    Args:
+        block: the layer that is copied. Its output must have the shape and dtype of its first
+            input.
+        depth: the number of copies.
+        unroll: the number of copies in one iteration of the loop, as in `lax.scan`. Default 1.
+
+    Inputs: x, and any further inputs of the block. Each copy gets the output of the one before as
+    its first input, and the same further inputs.
     """
 
     block: Layer
@@ -214,23 +208,22 @@ class Stack(Layer):
 
 
 class Remat(Layer):
-    """Applies `jax.checkpoint` to a block: the backward pass recomputes intermediate values, which
-    are not stored.
-
-    The results and the paths of the parameters are the same as those of the block without `Remat`.
-
-    Args:
-        block: the layer.
-        policy: a policy from `jax.checkpoint_policies`, which selects the intermediate values to be
-            stored.
-            Default None: no intermediate values are stored.
-
-    Source: Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost.
+    """Applies `jax.checkpoint` to a block: the backward pass recomputes its intermediate values
+    instead of storing them.
 
     >>> from fnet import layers as nn
     >>> model = nn.Stack(nn.Remat(nn.Residual(nn.Dense(8), jax.nn.relu)), 4)
     >>> model(model.init(jax.random.key(0), jnp.ones((2, 8)))[0], jnp.ones((2, 8))).shape
     (2, 8)
+
+    Results and the paths of parameters are those of the block alone.
+
+    Args:
+        block: the layer.
+        policy: a policy from `jax.checkpoint_policies`, which selects values to store after all.
+            Default None: none are stored.
+
+    Source: Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost.
     """
 
     block: Layer

@@ -25,9 +25,13 @@ class Conv(Layer):
     """A convolution (cross-correlation, as in all neural network libraries) over the axes between
     batch and channels.
 
-    If kernel_size is a tuple, its length is the number of spatial dimensions. If kernel_size is a
-    number, the input determines the number of dimensions, so `Conv(64, 3)` works for sequences,
-    images and volumes.
+    >>> conv = Conv(8, 3, strides=2)
+    >>> params, _ = conv.init(jax.random.key(0), jnp.ones((1, 28, 28, 3)))
+    >>> conv(params, jnp.ones((1, 28, 28, 3))).shape
+    (1, 14, 14, 8)
+
+    With a number as its kernel_size, `Conv(64, 3)` works for sequences, images and volumes: the
+    input determines the number of dimensions. A tuple has one size for each.
 
     On a mesh of two or more axes with images, time, the kernel or, with groups, the batch split,
     XLA computes wrong results of convolutions. The layer avoids this wherever it sees the mesh,
@@ -37,18 +41,15 @@ class Conv(Layer):
 
     Args:
         features: number of output channels.
-        kernel_size: size of the window: one number for all dimensions, or one number for each
-            dimension.
-        strides: step of the window: one number for all dimensions, or one number for each
-            dimension. Default 1.
+        kernel_size: size of the window, one number for all dimensions or one for each.
+        strides: step of the window, one number or one for each dimension. Default 1.
         padding: "SAME" (default) adds zeros so that the output size is the input size / stride,
-            rounded up. "VALID" adds no padding. "CAUSAL", for one dimension only, adds zeros before
-            the first position so that no output depends on later positions. Explicit padding is one
-            number for all dimensions, one number for each dimension, or one (before, after) pair
-            for each dimension.
+            rounded up. "VALID" adds none. "CAUSAL", for one dimension only, adds zeros before the
+            first position, so that no output depends on later ones. Or explicit: one number for all
+            dimensions, one for each, or a (before, after) pair for each.
         dilation: spacing of the window's elements. Default 1.
-        groups: number of channel groups, each with its own convolution. If `groups` is the number
-            of input channels, the convolution is depthwise; see `DepthwiseConv`. Default 1.
+        groups: number of channel groups, each with its own convolution. As many groups as input
+            channels make it depthwise; see `DepthwiseConv`. Default 1.
         use_bias: whether to add a bias. Default True.
         kernel_init, bias_init: initializers, as in `jax.nn.initializers`. Defaults: LeCun normal,
             zeros.
@@ -58,11 +59,6 @@ class Conv(Layer):
     Parameters: kernel [*window, in // groups, features], bias [features].
 
     Source: Dumoulin and Visin (2016), A guide to convolution arithmetic for deep learning.
-
-    >>> conv = Conv(8, 3, strides=2)
-    >>> params, _ = conv.init(jax.random.key(0), jnp.ones((1, 28, 28, 3)))
-    >>> conv(params, jnp.ones((1, 28, 28, 3))).shape
-    (1, 14, 14, 8)
     """
 
     features: int
@@ -138,24 +134,26 @@ class ConvTranspose(Layer):
     """Transposed convolution, for example to increase the resolution of images by the factor
     `strides`.
 
-    As in PyTorch and Keras, the layer is the transpose of a `Conv` with the same window, strides,
-    padding and dilation. The backward pass of a `Conv` is a linear map from the gradient of the
-    output to the gradient of the input. In its forward pass, `ConvTranspose` applies the linear map
-    of a `Conv`'s backward pass, and then adds a bias. With the padding "SAME", the output size of
-    the transposed convolution is the input size times the stride. With the padding "VALID" and
-    dilation 1, the output size is (input size - 1) * stride + window. With the explicit padding 2,
-    for example, a `Conv` adds 2 positions at each end of its input, so `ConvTranspose` removes 2
-    positions at each end of its output.
+    >>> from fnet import layers as nn
+    >>> conv, x = nn.ConvTranspose(8, 3, strides=2), jnp.ones((1, 14, 14, 4))
+    >>> conv(conv.init(jax.random.key(0), x)[0], x).shape
+    (1, 28, 28, 8)
+
+    As in PyTorch and Keras, it is the transpose of a `Conv` with the same window, strides, padding
+    and dilation, plus a bias: what that layer does to gradients in its backward pass, this one does
+    to its input. So its output has the size that the other's input would have: with "SAME", the
+    input size times the stride; with "VALID" and dilation 1, (input size - 1) * stride + window.
+    Explicit padding of 2, which there adds 2 positions at each end of the input, here removes 2 at
+    each end of the output.
 
     Args:
         features: number of output channels.
         kernel_size, strides, padding, dilation, groups, use_bias, kernel_init, bias_init: as in
             `Conv`, except that padding cannot be "CAUSAL".
         output_padding: number of positions added at the end of each dimension of the output, one
-            number or one for each dimension. For example, a `Conv` with stride 2, window 3 and
-            padding "VALID" maps inputs of the sizes 7 and 8 to outputs of the size 3. The
-            corresponding `ConvTranspose` maps the size 3 to the size 7 with `output_padding=0`, and
-            to the size 8 with `output_padding=1`. Default 0.
+            number or one for each. It settles which input size is meant: a `Conv` with stride 2,
+            window 3 and "VALID" maps both 7 and 8 to 3, and its transpose maps 3 to 7 with
+            `output_padding=0`, to 8 with `output_padding=1`. Default 0.
 
     Input: [batch, *space, in]. Output: [batch, *space', features], in the input's dtype.
 
@@ -163,11 +161,6 @@ class ConvTranspose(Layer):
 
     Source: Dumoulin and Visin (2016), A guide to convolution arithmetic for deep learning, section
     4.
-
-    >>> from fnet import layers as nn
-    >>> conv, x = nn.ConvTranspose(8, 3, strides=2), jnp.ones((1, 14, 14, 4))
-    >>> conv(conv.init(jax.random.key(0), x)[0], x).shape
-    (1, 28, 28, 8)
     """
 
     features: int

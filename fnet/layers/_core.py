@@ -25,7 +25,7 @@ _RESERVED = ("key", "state", "train")
 
 @typing.dataclass_transform(frozen_default=True)
 class Layer:
-    """A model or a part of a model: an immutable object that is called as a pure function of its
+    """A model or a part of one: an immutable object that is called as a pure function of its
     parameters.
 
     Subclasses declare their options as dataclass fields and define one method, `forward(self,
@@ -40,10 +40,9 @@ class Layer:
     >>> model(params, x).shape
     (4, 3)
 
-    A layer is immutable, hashable and picklable. A layer is a pytree without leaves. Fields that
-    are lists become tuples; a field that is an array or a dict raises an error. If a field is a
-    function, define the function only once: `jax.jit` traces a model again for a new function, and
-    each evaluation of a lambda creates a new function.
+    A layer is hashable and picklable, and a pytree without leaves. Lists in fields become tuples;
+    an array or a dict in a field raises an error. Define a function that you pass as a field only
+    once: each evaluation of a lambda is a new function, for which `jax.jit` traces the model again.
     """
 
     __dataclass_fields__: typing.ClassVar[dict[str, Any]]  # of the subclasses
@@ -123,8 +122,8 @@ class Layer:
         """Returns `(params, state)`, two trees of `ParamSpec` with the shapes and initializers of
         all arrays.
 
-        The arguments of `spec` are those of `init` except `key`. `spec` traces `forward` once, but
-        computes no arrays.
+        The arguments are those of `init` except `key`. `forward` is traced once, and no arrays are
+        computed.
         """
         record = self._record(inputs, options, train)
         return Spec(record["params"], record["state"])
@@ -134,8 +133,8 @@ class Layer:
     ) -> tuple[dict, dict]:
         """Creates `(params, state)`, plain nested dicts, without running the model.
 
-        The random key of each array is derived from `key` and the array's path, so adding a layer
-        does not change the initial values of other layers.
+        Each array has a random key of its own, derived from `key` and the array's path, so adding a
+        layer does not change the initial values of the others.
 
         Args:
             key: a `jax.random.key`.
@@ -155,10 +154,10 @@ class Layer:
     def cache(self, *inputs: Any, **options: Any) -> dict:
         """Creates empty key/value caches for inputs of shape [batch, max_length, ...].
 
-        Pass the caches as `state`, merged with any other state. The returned state contains the
-        updated caches.
-
             logits, cache = model(params, prompt, state=model.cache(jax.ShapeDtypeStruct((batch, 1024), jnp.int32)))
+
+        Pass them as `state`, merged with any other state, and take the updated ones from the
+        returned state.
         """
         cache = self._record(inputs, options, False)["cache"]
         if not cache:
@@ -174,7 +173,7 @@ class Layer:
 
         Raises:
             ValueError: arrays are missing, have the wrong shape, or are not used; the message lists
-                the arrays.
+                them.
         """
         record = self._record(inputs, options, False)
         wrong = _differences("params", record["params"], params)
@@ -241,8 +240,8 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a layer's method. Callers inside a model pass a scope; callers outside a model pass
-    the parameters.
+    """Lets a further method of a layer be called like the layer itself: with a scope inside a
+    model, and with the parameters outside.
 
     >>> class Twice(nn.Layer):
     ...     def forward(self, scope, x):
@@ -264,8 +263,7 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
-    """Creates a Layer class whose `forward` calls `function`. The function's keyword-only
-    parameters become fields.
+    """Turns a function into a Layer class. Its keyword-only parameters become fields.
 
     >>> @nn.layer
     ... def scaled(scope, x, *, features, factor=2.0):

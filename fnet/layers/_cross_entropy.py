@@ -27,48 +27,44 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
 ) -> jax.Array:
     """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in
-    chunks of positions.
+    chunks of positions, so that the logits are never all in memory.
+
+    >>> x, kernel = jnp.ones((2, 6, 4)), jnp.zeros((4, 10))
+    >>> linear_cross_entropy(x, kernel, jnp.zeros((2, 6), int), chunk_size=2).round(4)[0, 0]    # ln 10
+    Array(2.3026, dtype=float32)
 
     The logits [batch, time, vocab_size] are the largest array in a training step of a language
-    model. For example, for 32 texts of 1,024 tokens and GPT-2's vocabulary of 50,257 tokens, the
-    float32 logits need 6.6 GB. The gradient with respect to the logits needs another 6.6 GB.
-    `linear_cross_entropy` computes at most 2^29 logits at once (2 GiB in float32, enough for 10
-    texts of 1,024 tokens). If the batch has more than 2^29 logits, `linear_cross_entropy` splits
-    the time axis into chunks. The function computes the logits of one chunk, reduces the logits to
-    losses, and discards the logits before the next chunk. The backward pass recomputes the logits
-    of each chunk, so a training step computes four matrix products of the size of x @ kernel
-    instead of three. Sums over the vocabulary are computed in float32 for every input dtype.
-    Forward-mode and reverse-mode derivatives of any order are supported.
+    model: 6.6 GB in float32 for 32 texts of 1,024 tokens and GPT-2's vocabulary of 50,257 tokens,
+    and as much again for their gradient. This function has at most 2^29 of them at once (2 GiB in
+    float32, enough for 10 such texts). For more, it splits the time axis into chunks, reduces the
+    logits of each to losses, and computes them again in the backward pass. A training step then has
+    four matrix products of the size of x @ kernel instead of three.
+
+    Sums over the vocabulary are computed in float32 for every input dtype. Forward-mode and
+    reverse-mode derivatives of any order are supported.
 
     Args:
-        x: [..., time, features], floating point. The axes before the time axis are not split into
-            chunks, so they can be sharded.
+        x: [..., time, features], floating point. Only the time axis is split, so the axes before it
+            can be sharded.
         kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass
             `embedding.T`.
-        labels: [..., time], integers in 0 .. vocab_size - 1. If a label is negative or at least
-            vocab_size, its loss is NaN.
+        labels: [..., time], integers in 0 .. vocab_size - 1. The loss of any other label is NaN.
         bias: [vocab_size]. Default None: no bias.
-        softcap: a bound on the logits. The logits are replaced by softcap * tanh(logits / softcap),
-            as in Gemma 2. Default None: no bound.
-        chunk_size: maximum number of positions of the time axis in a chunk. Default: the largest
-            number of positions for which a chunk has at most 2^29 logits, but at least 64
-            positions. If one chunk contains all positions, no logits are recomputed. If the shape
-            of x contains a symbolic size (see `jax.export`), the default is one chunk; for a large
-            vocabulary, set chunk_size.
+        softcap: a bound on the logits: softcap * tanh(logits / softcap) replaces them, as in Gemma
+            2. Default None: no bound.
+        chunk_size: the maximum number of positions in a chunk. Default: as many as give at most
+            2^29 logits, but at least 64. With a single chunk, nothing is recomputed. If x has a
+            symbolic size (see `jax.export`), the default is one chunk; set chunk_size for a large
+            vocabulary.
 
     Returns:
-        Losses [..., time] in nats, float32. Padded positions have losses too; multiply the losses
-        of these positions by 0.
+        Losses [..., time] in nats, float32. Padded positions have losses too; multiply these by 0.
 
     Raises:
         ValueError: the shapes or dtypes of the arguments do not match.
 
     Source: Milakov and Gimelshein (2018), Online normalizer calculation for softmax; Wijmans et al.
     (2025), Cut Your Losses in Large-Vocabulary Language Models.
-
-    >>> x, kernel = jnp.ones((2, 6, 4)), jnp.zeros((4, 10))
-    >>> linear_cross_entropy(x, kernel, jnp.zeros((2, 6), int), chunk_size=2).round(4)[0, 0]    # ln 10
-    Array(2.3026, dtype=float32)
     """
     x, kernel, labels = (jnp.asarray(array) for array in (x, kernel, labels))
     _check(x, kernel, labels, bias, chunk_size)

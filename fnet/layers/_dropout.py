@@ -19,27 +19,26 @@ class Dropout(Layer):
     """With `train=True`, sets random elements of the input to zero, and multiplies the others by 1
     / (1 - rate).
 
-    Without `train=True`, or with rate 0, the output is the input and no key is needed.
+    >>> from fnet import layers as nn
+    >>> y = nn.Dropout(0.5)({}, jnp.ones(8), key=jax.random.key(0), train=True)
+    >>> sorted(set(y.tolist()))
+    [0.0, 2.0]
+
+    Without `train=True`, or with rate 0, the output is the input, and no key is needed.
 
     Args:
         rate: the probability that an element is set to zero, in [0, 1]. Default None: each call
             must pass `rate=`.
         broadcast: axes along which all elements share one random decision; `(1, 2)` drops whole
-            channels of images. Default (): each element is set to zero independently of the other
-            elements.
+            channels of images. Default (): each element has its own.
 
-    Input and output: a floating-point array of any shape with at least one axis. If a call of the
-    layer passes `rate=`, a number or a scalar array, this rate replaces the rate of the layer. For
-    example, the dropout rate may be a hyperparameter in a population of models
-    (`fnet.search.population`). If the rate is an array, values outside [0, 1] are not detected.
+    Input and output: a floating-point array of any shape with at least one axis. A call may pass
+    its own `rate=`, a number or a scalar array, for example where the rate is a hyperparameter in
+    a population of models (`fnet.search.population`). In an array, values outside [0, 1] are not
+    detected.
 
     Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from
     Overfitting.
-
-    >>> from fnet import layers as nn
-    >>> y = nn.Dropout(0.5)({}, jnp.ones(8), key=jax.random.key(0), train=True)
-    >>> sorted(set(y.tolist()))
-    [0.0, 2.0]
     """
 
     rate: float | None = None

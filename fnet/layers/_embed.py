@@ -21,33 +21,30 @@ from fnet.layers._scope import Scope
 class Embed(Layer):
     """Looks up a vector for each token: `y = embedding[tokens]`.
 
-    Args:
-        vocab_size: number of tokens.
-        features: length of each vector.
-        embedding_init: initializer of the table. Default: normal with standard deviation 0.02
-            (Radford et al., 2018). A standard deviation of 0.02 is also suitable if `attend`
-            computes logits with the embedding table.
+        embed, table = nn.Embed(50257, 768), scope["embed"]
+        x = embed(table, tokens)               # [batch, time, features]
+        logits = embed.attend(table, x)        # [batch, time, vocab_size]
 
-    Input: integers [...] in 0 .. vocab_size - 1. If a token is negative or at least vocab_size, its
-    output vector contains only NaN. Output: [..., features], in the dtype of the table.
-
-    Parameters: embedding [vocab_size, features].
-
-    `first(scope, count)` returns the first `count` vectors of the table, for example for learned
-    positions.
-
-    `attend` computes logits over the vocabulary with the embedding table. `cross_entropy` computes
-    the cross-entropy of the logits that `attend` returns, without storing all of these logits:
-
-        embed, at = nn.Embed(50257, 768), scope["embed"]
-        x = embed(at, tokens)                  # [batch, time, features]
-        logits = embed.attend(at, x)           # [batch, time, vocab_size]
+    With the same table, `attend` computes logits over the vocabulary, `cross_entropy` their loss
+    without storing all of them, and `first(scope, count)` returns the first `count` vectors, for
+    example for learned positions.
 
     >>> from fnet import layers as nn
     >>> embed = nn.Embed(10, 4)
     >>> params, _ = embed.init(jax.random.key(0), jnp.zeros((2, 3), int))
     >>> embed.attend(params, embed(params, jnp.zeros((2, 3), int))).shape
     (2, 3, 10)
+
+    Args:
+        vocab_size: number of tokens.
+        features: length of each vector.
+        embedding_init: initializer of the table. Default: normal with standard deviation 0.02
+            (Radford et al., 2018), which also suits the logits of `attend`.
+
+    Input: integers [...] in 0 .. vocab_size - 1; the vector of any other token is NaN.
+    Output: [..., features], in the dtype of the table.
+
+    Parameters: embedding [vocab_size, features].
     """
 
     vocab_size: int
@@ -69,8 +66,8 @@ class Embed(Layer):
 
     @method
     def first(self, scope: Scope, count: int) -> jax.Array:
-        """Returns the first `count` vectors as an array [count, features], for example the learned
-        embeddings of `count` positions."""
+        """Returns the first `count` vectors, [count, features], for example the learned embeddings
+        of `count` positions."""
         return lax.slice_in_dim(jnp.asarray(self._table(scope)), 0, count, axis=0)
 
     @method
@@ -78,7 +75,7 @@ class Embed(Layer):
         """Computes logits `x @ embedding.T` with the table of this layer (tied embeddings; Press
         and Wolf, 2017).
 
-        The shape of x is [..., features]; the shape of the logits is [..., vocab_size].
+        x is [..., features]; the logits are [..., vocab_size].
         """
         x = floating(x, scope, "Embed.attend")
         if x.shape[-1] != self.features:
@@ -91,11 +88,9 @@ class Embed(Layer):
     def cross_entropy(
         self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None
     ) -> jax.Array:
-        """Computes the cross-entropy loss of the logits that `attend` returns, by
-        `nn.linear_cross_entropy`.
+        """Computes the cross-entropy loss of the logits of `attend`, by `nn.linear_cross_entropy`.
 
-        The shape of x is [..., time, features]. Labels and losses have the shape [..., time]. The
-        losses are in nats.
+        x is [..., time, features]; labels and losses are [..., time]. The losses are in nats.
         """
         x = floating(x, scope, "Embed.cross_entropy")
         return linear_cross_entropy(x, self._table(scope).T, labels, softcap=softcap)

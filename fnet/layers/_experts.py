@@ -25,13 +25,19 @@ per_expert = initializers.variance_scaling(1.0, "fan_in", "truncated_normal", ba
 
 
 class MixtureOfExperts(Layer):
-    """Feed-forward networks (experts); a router selects `top_k` experts for each token.
+    """Feed-forward networks (experts), of which a router selects `top_k` for each token.
 
         p = softmax(x @ router)
         out = sum over the top_k experts e of  p[e] * down_e(activation(gate_e(x)) * up_e(x))
 
-    p[e] is the weight of the expert e. gate_e, up_e and down_e are matrix products with the
-    parameters of the expert.
+    >>> from fnet import layers as nn
+    >>> mixture = nn.MixtureOfExperts(8, 16, top_k=2)
+    >>> params, _ = mixture.init(jax.random.key(0), jnp.ones((2, 5, 4)))
+    >>> mixture(params, jnp.ones((2, 5, 4))).shape, params["gate"].shape
+    ((2, 5, 4), (8, 4, 16))
+
+    gate_e, up_e and down_e are matrix products with the parameters of the expert e. Its weight p[e]
+    is computed in float32 (float64 for float64 inputs).
 
     Glossary: E experts, f features, h hidden features.
 
@@ -41,14 +47,11 @@ class MixtureOfExperts(Layer):
         top_k: number of experts for each token. Default 2.
         normalize: whether the weights of the selected experts are divided by their sum, as in
             Mixtral. Default True.
-        capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes
-            at most ceil(capacity * tokens * top_k / experts) tokens of the batch. An expert first
-            processes the tokens that have this expert as their first choice, then the tokens that
-            have it as their second choice, and so on. If several tokens have the expert as the same
-            choice, for example as their first choice, the expert processes them in batch order. If
-            the router selects an expert for more tokens than the expert may process, the output of
-            the expert is 0 for the remaining tokens. With a capacity, all experts do equal work, so
-            they can be placed on different devices, for example by `parallel.rules(spec, {"expert":
+        capacity: the maximum load of an expert, as a multiple of the mean load. It processes at
+            most ceil(capacity * tokens * top_k / experts) tokens of the batch: those with it as
+            their first choice before those with it as their second, and so on, in batch order among
+            equals. Its output for the rest is 0. All experts then do equal work, so they can be
+            placed on different devices, for example by `parallel.rules(spec, {"expert":
             "tensor"})`. Default None: no maximum (dropless).
         activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
@@ -57,25 +60,18 @@ class MixtureOfExperts(Layer):
         x: [..., f], floating point.
         valid: booleans [...], False for padding, which no expert processes. Default: all True.
 
-    Output: [..., f], in x's dtype. The weights p in the formula are computed in float32 (float64
-    for float64 inputs).
+    Output: [..., f], in x's dtype.
 
     Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
 
-    `load_balancing_loss` and `router_z_loss` need the logits of the router. To get the logits of
-    the router, capture the output of the scope `router`:
+    `load_balancing_loss` and `router_z_loss` need the logits of the router. Capture the output of
+    its scope:
 
         loss, seen = ft.capture(loss_fn, ".*/router")(params, batch)
 
     Source: Shazeer et al. (2017), Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer. Capacity: Fedus et al. (2021), Switch Transformers. Normalized
     weights: Jiang et al. (2024), Mixtral of Experts.
-
-    >>> from fnet import layers as nn
-    >>> mixture = nn.MixtureOfExperts(8, 16, top_k=2)
-    >>> params, _ = mixture.init(jax.random.key(0), jnp.ones((2, 5, 4)))
-    >>> mixture(params, jnp.ones((2, 5, 4))).shape, params["gate"].shape
-    ((2, 5, 4), (8, 4, 16))
     """
 
     experts: int
@@ -166,15 +162,18 @@ class MixtureOfExperts(Layer):
 def load_balancing_loss(
     logits: jax.Array, top_k: int, *, valid: jax.Array | None = None
 ) -> jax.Array:
-    """Computes a loss that has its minimum if all experts receive the same number of tokens.
+    """Computes a loss that is lowest if all experts receive the same number of tokens.
 
         E * sum over experts e of  f[e] * P[e]
 
-    f[e] is the number of tokens for which the expert e is among the top_k experts, divided by the
-    number of tokens. P[e] is the mean of softmax(logits)[e] over the tokens. If the router selects
-    all E experts equally often, each f[e] is top_k / E, and the loss is equal to top_k. The loss is
-    differentiated only through the mean probabilities P[e], because the gradient of the token
-    fractions f[e] is zero.
+    >>> from fnet import layers as nn
+    >>> float(nn.load_balancing_loss(jnp.zeros((6, 4)), top_k=2))
+    2.0
+
+    f[e] is the fraction of tokens with the expert e among their top_k, and P[e] the mean of
+    softmax(logits)[e] over the tokens. If all E experts are selected equally often, each f[e] is
+    top_k / E, and the loss is top_k. Only P[e] is differentiated, since the gradient of f[e] is
+    zero.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -185,10 +184,6 @@ def load_balancing_loss(
         The loss, a float32 scalar.
 
     Source: Fedus et al. (2021), Switch Transformers, eq. 4, with top_k choices as in Mixtral.
-
-    >>> from fnet import layers as nn
-    >>> float(nn.load_balancing_loss(jnp.zeros((6, 4)), top_k=2))
-    2.0
     """
     logits = wide(logits)
     experts = logits.shape[-1]
@@ -199,10 +194,12 @@ def load_balancing_loss(
 
 
 def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
-    """Computes the router z-loss, mean(logsumexp(logits)^2).
+    """Computes the router z-loss, mean(logsumexp(logits)^2), which keeps the logits of a router
+    small, because large ones have large rounding errors.
 
-    The router z-loss penalizes large logits of a router, because large logits have large rounding
-    errors.
+    >>> from fnet import layers as nn
+    >>> round(float(nn.router_z_loss(jnp.zeros((6, 4)))), 4)    # log(4)^2
+    1.9218
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -212,10 +209,6 @@ def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.A
         The loss, a float32 scalar.
 
     Source: Zoph et al. (2022), ST-MoE, eq. 5.
-
-    >>> from fnet import layers as nn
-    >>> round(float(nn.router_z_loss(jnp.zeros((6, 4)))), 4)    # log(4)^2
-    1.9218
     """
     return _masked_mean(valid, logits.shape[:-1])(
         jax.nn.logsumexp(wide(logits), -1, keepdims=True) ** 2

@@ -58,11 +58,10 @@ class Dense(Layer):
     def cross_entropy(
         self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None
     ) -> jax.Array:
-        """Computes the cross-entropy loss with the outputs of this layer as logits. It uses
+        """Computes the cross-entropy loss with the outputs of this layer as logits, by
         `nn.linear_cross_entropy`.
 
-        The shape of x is [..., time, in]. Labels and losses have the shape [..., time]. The losses
-        are in nats.
+        x is [..., time, in]; labels and losses are [..., time]. The losses are in nats.
         """
         x = floating(x, scope, "Dense.cross_entropy")
         kernel, bias = self._params(scope, x)

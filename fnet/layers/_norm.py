@@ -97,13 +97,16 @@ class RMSNorm(Layer):
 
 
 class GroupNorm(Layer):
-    """Normalizes each group of channels of each example to mean 0 and variance 1, then scales and
-    shifts.
+    """Normalizes each group of channels of each example to mean 0 and variance 1, over the group
+    and all positions, then scales and shifts.
 
-    The mean and variance of a group are computed over all positions of the example and over the
-    group's channels.
+    `GroupNorm(1)` normalizes over all channels, and `GroupNorm(channels)` is instance
+    normalization.
 
-    `GroupNorm(1)` normalizes over all channels. `GroupNorm(channels)` is instance normalization.
+    >>> from fnet import layers as nn
+    >>> norm, x = nn.GroupNorm(2), jnp.ones((1, 8, 8, 4))
+    >>> norm(norm.init(jax.random.key(0), x)[0], x).shape
+    (1, 8, 8, 4)
 
     Args:
         groups: number of channel groups; it must divide the number of channels.
@@ -116,11 +119,6 @@ class GroupNorm(Layer):
     Parameters: scale [channels], bias [channels].
 
     Source: Wu and He (2018), Group Normalization.
-
-    >>> from fnet import layers as nn
-    >>> norm, x = nn.GroupNorm(2), jnp.ones((1, 8, 8, 4))
-    >>> norm(norm.init(jax.random.key(0), x)[0], x).shape
-    (1, 8, 8, 4)
     """
 
     groups: int
@@ -155,43 +153,40 @@ class BatchNorm(Layer):
 
         y = (x - mean) / sqrt(var + epsilon) * scale + bias
 
-    With `train=True`, mean and var are the statistics of the batch. The call also updates the
-    running statistics in the state by `mean <- momentum * mean + (1 - momentum) * batch_mean`.
-    Without `train=True`, mean and var are the running statistics. The batch variance and the
-    running variance are both biased (the sum of the squared differences is divided by n), as in
-    Flax and Keras. PyTorch's running variance is unbiased (the sum of the squared differences is
-    divided by n - 1).
-
-    Args:
-        momentum: the weight of the old running statistics in each update (1 minus PyTorch's
-            momentum). Default 0.9.
-        epsilon: added to the variance. Default 1e-5.
-        use_scale: whether to multiply by scale. Default True.
-        use_bias: whether to add bias. Default True.
-        axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names.
-            The mean and the variance are computed over the batch and over the mapped axes that
-            `axis_name` names. With `jit` and sharded arrays, no axis name is needed, because the
-            statistics are always those of the complete batch. Default None.
-        scale_init: initializer of scale. Default: ones.
-
-    Inputs:
-        x: [batch, ..., channels], floating point.
-        weight: an array [batch] with a weight for each example, or an array such as [batch, time]
-            with a weight for each position. Examples or positions with weight 0, such as padding,
-            do not affect the statistics. Default: all weights are 1.
-
-    Output: the shape and dtype of x.
-
-    Parameters: scale [channels], bias [channels]. State: mean [channels], var [channels], float32.
-
-    Source: Ioffe and Szegedy (2015), Batch Normalization.
-
     >>> from fnet import layers as nn
     >>> norm, x = nn.BatchNorm(), jnp.ones((4, 3))
     >>> params, state = norm.init(jax.random.key(0), x)
     >>> y, state = norm(params, x, state=state, train=True)
     >>> state["mean"]
     Array([0.1, 0.1, 0.1], dtype=float32)
+
+    With `train=True`, mean and var are those of the batch, and the running statistics in the state
+    move towards them: `mean <- momentum * mean + (1 - momentum) * batch_mean`. Otherwise, the
+    running statistics are used. Both variances are biased (divided by n), as in Flax and Keras;
+    PyTorch's running variance is not (divided by n - 1).
+
+    Args:
+        momentum: the weight of the old running statistics in each update, which is 1 minus
+            PyTorch's momentum. Default 0.9.
+        epsilon: added to the variance. Default 1e-5.
+        use_scale: whether to multiply by scale. Default True.
+        use_bias: whether to add bias. Default True.
+        axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several, over
+            which statistics are computed in addition to the batch. Not needed with `jit` and
+            sharded arrays, where they are always those of the complete batch. Default None.
+        scale_init: initializer of scale. Default: ones.
+
+    Inputs:
+        x: [batch, ..., channels], floating point.
+        weight: a weight for each example, [batch], or for each position, such as [batch, time].
+            What has weight 0, such as padding, does not affect the statistics. Default: all
+            weights are 1.
+
+    Output: the shape and dtype of x.
+
+    Parameters: scale [channels], bias [channels]. State: mean [channels], var [channels], float32.
+
+    Source: Ioffe and Szegedy (2015), Batch Normalization.
     """
 
     _: KW_ONLY

@@ -15,22 +15,20 @@ from fnet._util._nearest import nearest_to_pattern
 
 
 def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
-    """Splits parameters into trainable and frozen ones. The trainable parameters are those whose
-    paths match a pattern.
+    """Splits parameters by their paths into trainable and frozen ones.
 
         trainable, frozen = nn.partition(params, "head")
         grads = jax.grad(lambda trainable: loss(nn.combine(trainable, frozen)))(trainable)
 
-    `trainable` and `frozen` have the structure of `params`. In each of `trainable` and `frozen`,
-    the leaves of the other tree are replaced by None. None is not a leaf in JAX, so gradients,
-    optimizer states and checkpoints of `trainable` contain no frozen parameters.
+    Both trees keep the structure of `params`, with None wherever a leaf lives in the other one. JAX
+    skips None, so gradients, optimizer states and checkpoints of `trainable` contain no frozen
+    parameters.
 
     Args:
       params: a tree of arrays (traced or not) or of `jax.ShapeDtypeStruct`s.
-      pattern: a regular expression, or a sequence of regular expressions. A leaf is trainable if a
-        pattern matches its complete path, such as "block1/conv2/kernel", or the first names of the
-        path, such as "block1" or "block1/conv2". All layers of a `Stack` have the same path, so a
-        pattern selects either all layers of the `Stack` or no layer of the `Stack`.
+      pattern: a regular expression, or a sequence of them. A leaf is trainable if one matches its
+        complete path, such as "block1/conv2/kernel", or the first names of it, such as "block1" or
+        "block1/conv2". The layers of a `Stack` share their paths, so they are selected together.
 
     Returns:
       (trainable, frozen). Leaves that cannot have a gradient, such as integers, bools and random
@@ -80,11 +78,11 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
 
 
 def combine(*parts: Any) -> Any:
-    """Combines the parts that `partition` returned into one tree of parameters.
+    """Puts the parts that `partition` returned together again.
 
     Args:
-      parts: trees with the same structure. For each leaf, one tree contains the array, and all
-        other trees contain None.
+      parts: trees with the same structure. Each leaf is an array in one of them, and None in all
+        others.
 
     Raises:
       ValueError: the structures differ, or two parts contain the same leaf.

@@ -178,45 +178,40 @@ class _OneWay(Layer):
 class RNN(_Recurrent):
     """The plain recurrent network: `h[t] = tanh(x[t] @ kernel + h[t-1] @ recurrent_kernel + bias)`.
 
+    >>> x = jnp.ones((2, 5, 3))
+    >>> params, _ = RNN(4).init(jax.random.key(0), x)
+    >>> RNN(4)(params, x, lengths=jnp.array([5, 2])).shape
+    (2, 5, 4)
+
     Glossary: b batch, t time, i input features, f features.
 
     Args:
         features: number of hidden units, f.
         bidirectional: whether to run in both directions: forward from the first time step of each
-            example, and backward from its last valid time step. Default False.
+            example, and backward from its last valid one. Default False.
         activation: the activation function. Default tanh.
         use_bias: whether to add a bias. Default True.
         kernel_init: initializer of the kernel. Default: LeCun normal, with variance 1 / i (i input
             features) for every gate.
         recurrent_init: initializer of the recurrent kernel. Default: an orthogonal matrix for each
-            gate, because multiplication by an orthogonal matrix preserves the norm of the hidden
-            state.
+            gate, which preserves the norm of the hidden state.
         bias_init: initializer of the bias. Default: zeros.
         unroll: number of time steps in one iteration of the scan. Default 1.
 
     Inputs:
         x: [b, t, i], floating point.
-        lengths: integers [b], the number of valid time steps in each example. Outputs after the
-            valid time steps are 0. The padding of an example has no effect on the result, even if
-            the padding is NaN. Default: t.
+        lengths: integers [b], the number of valid time steps in each example. Later outputs are 0,
+            and the padding has no effect on the result, even if it is NaN. Default: t.
 
     Output: [b, t, f], or [b, t, 2 f] if bidirectional (the forward outputs first). The method
     `scan` accepts and returns the carry (the recurrent state), so that a later call can continue a
-    sequence.
+    sequence. With 16-bit inputs, matrix products have 16-bit operands, but gates and carry are
+    float32, because rounding the carry in each time step would lose small changes.
 
-    For 16-bit inputs, the operands of the matrix products are also 16-bit. The gates and the carry
-    are float32, because small changes would be lost if the carry were rounded to 16 bits in each
-    time step.
-
-    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has these
-    parameters twice, once at the path "forward" and once at the path "backward".
+    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has them
+    twice, at the paths "forward" and "backward".
 
     Source: Elman (1990), Finding Structure in Time.
-
-    >>> x = jnp.ones((2, 5, 3))
-    >>> params, _ = RNN(4).init(jax.random.key(0), x)
-    >>> RNN(4)(params, x, lengths=jnp.array([5, 2])).shape
-    (2, 5, 4)
     """
 
     _: KW_ONLY
@@ -234,12 +229,18 @@ class LSTM(_Recurrent):
         c[t] = sigmoid(f) * c[t-1] + sigmoid(i) * tanh(g)
         h[t] = sigmoid(o) * tanh(c[t])
 
+    >>> x, lstm = jnp.ones((2, 5, 3)), LSTM(4)
+    >>> params, _ = lstm.init(jax.random.key(0), x)
+    >>> y, (hidden, cell) = lstm.scan(params, x)
+    >>> step, carry = lstm.scan(params, x[:, :1], (hidden, cell))
+    >>> y.shape, step.shape, cell.shape
+    ((2, 5, 4), (2, 1, 4), (2, 4))
+
     Args:
         features, bidirectional, use_bias, kernel_init, recurrent_init, unroll: as in `RNN`.
         bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in
-            Keras. With a bias of 0, the forget gate would halve the cell state in each time step at
-            the start of training. Flax initializes the bias with 0, and PyTorch with random values
-            around 0.
+            Keras, because with 0 the gate would halve the cell state in each time step at the start
+            of training. Flax has 0 there, and PyTorch random values around 0.
 
     Inputs and output: as in `RNN`. The carry is `(hidden, cell)`.
 
@@ -248,13 +249,6 @@ class LSTM(_Recurrent):
 
     Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory. Forget gate: Gers,
     Schmidhuber and Cummins (2000), Learning to Forget.
-
-    >>> x, lstm = jnp.ones((2, 5, 3)), LSTM(4)
-    >>> params, _ = lstm.init(jax.random.key(0), x)
-    >>> y, (hidden, cell) = lstm.scan(params, x)
-    >>> step, carry = lstm.scan(params, x[:, :1], (hidden, cell))
-    >>> y.shape, step.shape, cell.shape
-    ((2, 5, 4), (2, 1, 4), (2, 4))
     """
 
     gates: typing.ClassVar[int] = 4
@@ -283,6 +277,11 @@ class GRU(_Recurrent):
         n = tanh(x[t] @ kernel[:, 2f:] + bias[2f:] + sigmoid(r) * (h[t-1] @ recurrent_kernel[:, 2f:] + recurrent_bias))
         h[t] = (1 - sigmoid(z)) * n + sigmoid(z) * h[t-1]
 
+    >>> x = jnp.ones((2, 5, 3))
+    >>> params, _ = GRU(4, bidirectional=True).init(jax.random.key(0), x)
+    >>> GRU(4, bidirectional=True)(params, x).shape
+    (2, 5, 8)
+
     Args:
         features, bidirectional, use_bias, kernel_init, recurrent_init, bias_init, unroll: as in
             `RNN`.
@@ -290,18 +289,13 @@ class GRU(_Recurrent):
     Inputs and output: as in `RNN`. The carry is the hidden state.
 
     Parameters: kernel [i, 3 f], recurrent_kernel [f, 3 f], bias [3 f], recurrent_bias [f]. The
-    gates have PyTorch's order: reset, update, new. For the reset and update gates, bias is the sum
-    of PyTorch's two biases. For the new gate (n in the formula), PyTorch's two biases are separate:
-    bias is added to `x[t] @ kernel`, and recurrent_bias is added to `h[t-1] @ recurrent_kernel`.
+    gates have PyTorch's order: reset, update, new. PyTorch has two biases for each; for reset and
+    update, bias is their sum. For the new gate n they stay apart: bias is added to `x[t] @ kernel`,
+    and recurrent_bias to `h[t-1] @ recurrent_kernel`.
 
     Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder. Formula:
-    Chung et al.
-    (2014), Empirical Evaluation of Gated Recurrent Neural Networks on Sequence Modeling.
-
-    >>> x = jnp.ones((2, 5, 3))
-    >>> params, _ = GRU(4, bidirectional=True).init(jax.random.key(0), x)
-    >>> GRU(4, bidirectional=True)(params, x).shape
-    (2, 5, 8)
+    Chung et al. (2014), Empirical Evaluation of Gated Recurrent Neural Networks on Sequence
+    Modeling.
     """
 
     gates: typing.ClassVar[int] = 3

@@ -149,16 +149,8 @@ class Place:
 
 
 class Scope:
-    """Gives a layer access to its arrays, which are one node (a dict) of the parameter tree. A
-    Scope is an argument of `forward` and is valid for one call.
-
-    The complete interface is: `scope["name"]` (the scope of a child, which is a layer inside this
-    layer), `param`, `state`, `update`, `key`, `train` and `pure`. A Scope uses no global state. To
-    use the arrays of a child in several calls, keep the scope of the child in a variable:
-
-        shared = scope["embed"]
-        x = embed(shared, tokens)
-        logits = embed.attend(shared, x)
+    """Gives a layer access to its arrays, one node (a dict) of the parameter tree. It is an
+    argument of `forward`, valid for one call, and uses no global state.
 
     >>> class Scale(nn.Layer):
     ...     def forward(self, scope, x):
@@ -166,6 +158,14 @@ class Scope:
     >>> params, _ = Scale().init(jax.random.key(0), jnp.zeros((2, 3)))
     >>> params
     {'scale': Array(1., dtype=float32)}
+
+    The complete interface is: `scope["name"]` (the scope of a child, which is a layer inside this
+    one), `param`, `state`, `update`, `key`, `train` and `pure`. To share the arrays of a child
+    among several calls, keep its scope in a variable:
+
+        shared = scope["embed"]
+        x = embed(shared, tokens)
+        logits = embed.attend(shared, x)
     """
 
     __slots__ = ("_layer", "_names", "_place")
@@ -211,8 +211,7 @@ class Scope:
             shape: the shape of the parameter for the current input.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`. Only
                 `Layer.init` calls it.
-            axes: a logical name or None for each axis of the parameter. The axis names are only
-                hints for sharding. Default: no names.
+            axes: a logical name or None for each axis, as a hint for sharding. Default: no names.
             roles: what each axis is to an optimizer: "in", "out", "layers", or another word (see
                 `ParamSpec`). Muon and Adafactor need them for an array with several axes. Default:
                 not declared.
@@ -288,21 +287,16 @@ class Scope:
         *,
         dtype: Any = jnp.float32,
     ) -> jax.Array | None:
-        """Returns the state `name` of this layer.
-
-        The result is the array in the `state` that the caller passed to the model. If the layer has
-        already updated this state with `scope.update` during the same call of the model, the result
-        is the updated array.
+        """Returns the state `name` of this layer: the array that the caller of the model passed, or
+        the one that `scope.update` has set earlier in the same call.
 
         Args:
             name: the last segment of the array's path in the state tree.
             shape: the shape of the array.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
-            kind: "stats" (default) or "cache". `Layer.init` creates the arrays of kind "stats", and
-                the caller of the model must pass these arrays. `Layer.cache` creates the arrays of
-                kind "cache". For the kind "cache", `Scope.state` returns None if the state that is
-                passed to the model does not contain the array. The shape of an array of kind
-                "cache" is not checked.
+            kind: "stats" (default), which `Layer.init` creates and the caller must pass, or
+                "cache", which `Layer.cache` creates and the caller may leave out. A missing cache
+                is None, and the shape of a cache is not checked.
             dtype: the dtype with which the array is created. Default float32.
 
         Raises:
@@ -330,14 +324,12 @@ class Scope:
         return held
 
     def update(self, name: str, value: Any) -> None:
-        """Sets the state `name` to `value`. If `name` is a subtree of the state (see `pure`),
-        `value` is a dict.
-
-        The value is cast to the dtype of the state that the caller of the model passed.
+        """Sets the state `name` to `value`, cast to the dtype of the state that the caller passed.
+        For a subtree of the state (see `pure`), `value` is a dict.
 
         Raises:
-            RuntimeError: the call is inside a JAX transform that `forward` applies, so the value
-                cannot leave this transform.
+            RuntimeError: the call is inside a JAX transform that `forward` applies, which the value
+                could not leave.
             ValueError: `name` was not declared with `state`, or `value` has another shape.
         """
         place = self._place
@@ -356,12 +348,12 @@ class Scope:
         place.written[name] = _like(held, value, (*place.path, name))
 
     def key(self) -> jax.Array:
-        """Returns a random key, which is different in each call. The key is derived from the `key=`
-        that the caller of the model passed, from the path of this scope, and from a counter.
+        """Returns a random key, a different one in each call. It is derived from the `key=` that
+        the caller of the model passed, the path of this scope, and a counter.
 
         Raises:
             RuntimeError: the call is inside a JAX transform that `forward` applies, such as
-                `lax.scan`. Inside `lax.scan`, all iterations would use the same key.
+                `lax.scan`, all iterations of which would use the same key.
             ValueError: the caller passed no key.
         """
         place = self._place
@@ -380,8 +372,8 @@ class Scope:
     def pure(
         self, layer: Any, *inputs: Any, copies: int | None = None, **options: Any
     ) -> tuple[Callable, Mapping, Any, Any]:
-        """Converts `layer` to a pure function, to which JAX's transforms can be applied. The method
-        also returns the arrays of the layer.
+        """Turns `layer` into a pure function, to which JAX's transforms can be applied, and returns
+        it with its arrays.
 
             f, params, state, key = scope.pure(self.block, x)
             y, state = jax.checkpoint(f)(params, x, state=state, key=key)
@@ -389,21 +381,18 @@ class Scope:
                 scope.update(name, state[name])
 
         Args:
-            layer: the layer. The arrays of the layer are stored at the path of this scope.
-            inputs: example inputs of the layer, or of one copy of the layer if `copies` is set.
-                Only the shapes and dtypes of arrays are used.
+            layer: the layer, whose arrays are stored at the path of this scope.
+            inputs: example inputs of the layer, or of one copy of it if `copies` is set. Only the
+                shapes and dtypes of arrays are used.
             copies: the number of stacked copies of the layer. Every array of params, state and key
-                has a leading axis of length `copies`. Copy `i` of the layer has the same initial
-                values as the layer would have in the scope `scope[str(i)]`. Default None: one
-                layer, and no leading axis.
-            options: example keyword arguments of the layer. Only the shapes and dtypes of arrays
-                are used.
+                then has a leading axis of this length, and copy `i` has the initial values that the
+                layer would have in `scope[str(i)]`. Default None: one layer, and no leading axis.
+            options: example keyword arguments of the layer; only shapes and dtypes are used.
 
         Returns:
             `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None,
-            train=None, **options)` and returns `(y, state)`. `state` is None if the caller of the
-            model passed no state; `key` is None if the caller passed no key. With `train=None`, `f`
-            uses `scope.train`.
+            train=None, **options)` and returns `(y, state)`. `state` and `key` are None if the
+            caller of the model passed none. With `train=None`, `f` uses `scope.train`.
         """
         place, run = self._place, self._place.run
         recording = run.record is not None

@@ -18,29 +18,28 @@ from fnet.layers import _draws
 class ParamSpec:
     """The description of one array of a model: a leaf of a spec tree.
 
-    A ParamSpec is not a pytree node, so `jax.tree.map` over a spec tree treats it as a leaf.
-    `jax.eval_shape` and similar functions accept a ParamSpec in place of a `jax.ShapeDtypeStruct`,
-    because a ParamSpec has a `shape` and a `dtype`.
-
-    Attributes:
-        shape: the array's shape.
-        dtype: the array's dtype.
-        init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
-        axes: one logical name (or None) for each axis. The axis names are hints for sharding. None:
-            no hints.
-        roles: one word for each axis, which says what the axis is to an optimizer. "layers" is an
-            axis of separate layers, such as the copies of a `Stack` or the experts of a mixture;
-            "in" is summed over; "out" is an output; "4*out" is an axis of outputs in four groups,
-            each with inputs of its own; "logits" are the outputs of the last layer. Any other word,
-            such as "vocab", is none of these. The word None: not declared. None instead of a tuple:
-            nothing is known, not even whether the array contains several layers.
-        layer: the class of the layer that uses the array, or None if it is unknown. Two specs that
-            differ only in `layer` are equal.
+    It is no pytree node, so `jax.tree.map` over a spec tree treats it as a leaf. Since it has a
+    `shape` and a `dtype`, `jax.eval_shape` and similar functions accept it in place of a
+    `jax.ShapeDtypeStruct`.
 
     >>> from fnet import layers as nn
     >>> spec = nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32"))
     >>> spec.params["kernel"].shape
     (4, 3)
+
+    Attributes:
+        shape: the array's shape.
+        dtype: the array's dtype.
+        init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
+        axes: a logical name or None for each axis, as hints for sharding. None: no hints.
+        roles: a word for each axis, which says what the axis is to an optimizer. "layers" is an
+            axis of separate layers, such as the copies of a `Stack` or the experts of a mixture;
+            "in" is summed over; "out" is an output; "4*out" is an axis of outputs in four groups,
+            each with inputs of its own; "logits" are the outputs of the last layer. Any other word,
+            such as "vocab", is none of these, and the word None is not declared. None instead of a
+            tuple: nothing is known, not even whether the array contains several layers.
+        layer: the class of the layer that uses the array, or None if it is unknown. Two specs that
+            differ only in `layer` are equal.
     """
 
     shape: tuple[int, ...]
@@ -140,16 +139,15 @@ class Spec(NamedTuple):
 def count_parameters(tree: Any) -> int:
     """Counts the elements of all arrays of a tree.
 
+    >>> from fnet import layers as nn
+    >>> nn.count_parameters(nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32")).params)
+    15
+
     Args:
         tree: parameters, specs (`model.spec(x).params`), or any tree whose leaves have a shape.
 
     Returns:
-        The sum of the sizes of all leaves. An array that occurs several times in the tree is
-        counted each time.
-
-    >>> from fnet import layers as nn
-    >>> nn.count_parameters(nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32")).params)
-    15
+        The sum of the sizes of all leaves; an array that occurs several times counts each time.
     """
     return sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(tree))
 
