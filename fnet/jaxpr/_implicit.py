@@ -143,7 +143,7 @@ class Part(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class View:
-    """An implicit array (such as a quantized array) after casts, transposes and reshapes.
+    """An implicit array after casts, transposes and reshapes.
 
     Attributes:
         base: the implicit array.
@@ -212,10 +212,9 @@ class View:
         """Applies a function to each stored array of `base`, such as the codes and scales of a
         quantized matrix.
 
-        The argument `leaves` is a function of one array that slices or reshapes axis 0. The method
-        returns a `View` of the new implicit array (such as a quantized matrix). The result is None
-        if this `View` transposes or reshapes its implicit array, or if the stored arrays cannot be
-        sliced along axis 0.
+        `leaves` is a function of one array that slices or reshapes axis 0. Returns a `View` of the
+        new implicit array, or None if this `View` transposes or reshapes its own, or if the stored
+        arrays cannot be sliced along axis 0.
         """
         if not self.whole or not self.base.has_leading_axis:
             return None
@@ -229,10 +228,8 @@ class View:
         return array.reshape(self.shape).astype(self.dtype)
 
     def dot(self, x: jax.Array, contracted: tuple[int, ...], batch: int, dot: Callable) -> Any:
-        """Returns the matrix product of x and this `View` of an implicit array (such as a quantized
-        array).
-
-        Returns `NotImplemented` if the implicit array must be computed as a plain array first.
+        """Returns the matrix product of x and this `View`, or `NotImplemented` if the array must be
+        materialized first.
 
         Args:
             x: a plain array of shape [*batch axes, ..., *contracted axes], the left operand of the
@@ -323,8 +320,7 @@ def implicit_dot(w: Any, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> 
 
 
 def materialize(x: Any) -> Any:
-    """Returns the array that an implicit array (such as a quantized array) represents. Returns a
-    plain array unchanged."""
+    """Returns the array that an implicit array represents, and a plain array unchanged."""
     return x.materialize() if isinstance(x, ImplicitArray) else x
 
 

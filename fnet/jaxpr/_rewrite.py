@@ -1,10 +1,9 @@
-"""The jaxpr interpreter: a function is traced, then evaluated equation by equation, and a rule may
-replace equations.
+"""The jaxpr interpreter: traces a function, then evaluates it equation by equation, where a rule
+may replace equations.
 
-`rewrite(f, rule)` is the public function of this module. Transforms such as autocast and tune use
-subclasses of `Interpreter`. A subclass of `Interpreter` can also attach a note (any hashable
-information) to each value, analyze each jaxpr before its evaluation, and change the dtypes of
-values.
+Users call `rewrite(f, rule)`. Transforms such as autocast and tune are subclasses of `Interpreter`,
+which can also attach a note (any hashable information) to each value, analyze each jaxpr before its
+evaluation, and change the dtypes of values.
 """
 
 from __future__ import annotations
@@ -72,10 +71,8 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 class Interpreter:
     """Evaluates jaxprs equation by equation.
 
-    Subclasses of `Interpreter` override the method `equation`, and other methods if necessary.
-
-    An `Interpreter` caches rewritten jaxprs, so that a jitted function that is called 60 times is
-    rewritten only once.
+    Subclasses override `equation`, and what else they need. Rewritten jaxprs are cached, so that a
+    jitted function that is called 60 times is rewritten only once.
     """
 
     def __init__(self) -> None:
@@ -84,52 +81,36 @@ class Interpreter:
     def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Any) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
 
-        If the method `equation` returns NotImplemented, the interpreter first rewrites the jaxprs
-        inside the equation, such as the body of a loop, and then evaluates the equation. An
-        equation without inner jaxprs is evaluated unchanged.
+        After NotImplemented, the interpreter rewrites the jaxprs inside the equation, such as the
+        body of a loop, and then evaluates it. Without inner jaxprs, it is evaluated unchanged.
         """
         return NotImplemented
 
     def plan(self, jaxpr: Any, wanted: tuple) -> Any:
-        """Analyzes a jaxpr before its evaluation.
+        """Analyzes a jaxpr before its evaluation. `equation` and `wanted` get the result as `plan`.
 
-        The methods `equation` and `wanted` get the result of the method `plan` as the argument
-        `plan`.
-
-        The tuple `wanted` contains, for each output of the jaxpr, None or a requirement, for
-        example that the output must be in float32. Each subclass of `Interpreter` defines which
-        hashable objects it uses as requirements on outputs, and what these objects mean.
+        `wanted` contains, for each output of the jaxpr, None or a requirement, for example that the
+        output must be in float32: any hashable object, whose meaning the subclass defines.
         """
         return None
 
     def wanted(self, plan: Any, eqn: Any) -> tuple:
-        """Returns a requirement, such as "must be in float32", for each output of an equation with
-        an inner jaxpr.
-
-        The inner jaxpr is, for example, the body of a loop. The returned tuple contains None for
-        each output without a requirement (see `plan`).
-        """
+        """Returns the requirements (see `plan`) on the outputs of an equation with an inner jaxpr,
+        such as a loop with its body, with None for an output without one."""
         return (None,) * len(eqn.outvars)
 
     def literal(self, atom: Any) -> Value:
         return Value(atom.val)
 
     def tangent(self, note: Any) -> Any:
-        """Returns the note (attached information) for a tangent that is an input of the JVP rule of
-        a custom_jvp.
-
-        `note` is the note (attached information) of the primal input to which the tangent belongs.
-        """
+        """Returns the note of a tangent that is an input of the JVP rule of a custom_jvp. `note` is
+        that of its primal input."""
         return None
 
     def depends(self, at: Scope) -> Any:
-        """Returns the key that represents the named scope `at` in the interpreter's cache of
-        rewritten jaxprs.
-
-        If the same jaxpr is evaluated in two named scopes, and `depends` returns equal keys for the
-        two scopes, the rewritten jaxpr may be reused. If the rewritten jaxpr depends on a property
-        of the named scope, such as its path, the key must therefore contain this property.
-        """
+        """Returns what a rewritten jaxpr depends on in the named scope `at`, such as its path: a
+        key of the interpreter's cache. With equal keys, a jaxpr that is evaluated in two scopes may
+        be rewritten only once."""
         return at
 
     def saveable(self, policy: Any) -> Any:
@@ -155,8 +136,7 @@ class Interpreter:
 
     def examine(self, f: Callable, args: tuple, kwargs: dict) -> Any:
         """Rewrites f for the given arguments, without computing anything, and returns the closed
-        jaxpr of f before the rewriting. The arguments may contain `jax.ShapeDtypeStruct`s instead
-        of arrays."""
+        jaxpr of f before the rewriting. `jax.ShapeDtypeStruct`s will do as arguments."""
         traced = Traced(f, args, kwargs)
         closed = self.opened(traced.closed)
         with _jax.classic_tracing():
@@ -171,25 +151,17 @@ class Interpreter:
         return [restore(y, v.aval) for y, v in zip(outputs, jaxpr.outvars)]
 
     def argument(self, x: Any) -> Value:
-        """Returns the `Value` (array and attached information) of an argument of the whole
-        function."""
+        """Returns the `Value` (an array and its note) of an argument of the whole function."""
         return Value(x)
 
     def opened(self, closed: Any) -> Any:
-        """Returns the closed jaxpr that the interpreter evaluates. `closed` is the traced jaxpr of
-        the whole function.
-
-        By default, `opened` returns `closed` unchanged. A subclass may override `opened` to return
-        an equivalent jaxpr, for example a jaxpr in which jitted functions are inlined.
-        """
+        """Returns the closed jaxpr that the interpreter evaluates, by default the traced one of the
+        whole function, `closed`. A subclass may return an equivalent one, for example with jitted
+        functions inlined."""
         return closed
 
     def outer(self, jaxpr: Any) -> tuple:
-        """Returns a requirement, such as "must be in float32", for each output of the whole
-        function.
-
-        The returned tuple contains None for each output without a requirement (see `plan`).
-        """
+        """Returns the requirements (see `plan`) on the outputs of the whole function."""
         return (None,) * len(jaxpr.outvars)
 
     def evaluate(
@@ -233,8 +205,7 @@ class Interpreter:
         return [read(atom) for atom in jaxpr.outvars]
 
     def default(self, eqn: Any, at: Scope, inputs: list[Value], wanted: tuple) -> list[Value]:
-        """Evaluates an equation. The jaxprs inside the equation, such as the body of a loop, are
-        rewritten first."""
+        """Evaluates an equation, with its inner jaxprs, such as the body of a loop, rewritten."""
         enter = ENTER.get(eqn.primitive.name)
         return plain(eqn, inputs) if enter is None else enter(self, eqn, at, inputs, wanted)
 
@@ -247,11 +218,11 @@ class Interpreter:
         *,
         pin: Sequence[bool] | None = None,
     ) -> Any:
-        """Returns a rewritten closed jaxpr as a function of arrays. After a call, the attribute
-        `notes` of the function contains the notes of the outputs.
+        """Returns a rewritten closed jaxpr as a function of arrays. After a call, its attribute
+        `notes` contains the notes of the outputs.
 
-        `pin` states for each output whether it is converted to the dtype that it had when the jaxpr
-        was traced. If `pin` is None, all outputs are converted to their traced dtypes.
+        `pin` states for each output whether it is converted to the dtype with which it was traced.
+        Default None: all are.
         """
         outvars = closed.jaxpr.outvars
         pinned = [True] * len(outvars) if pin is None else pin
@@ -272,11 +243,9 @@ class Interpreter:
         return rewritten
 
     def kept(self, jaxpr: Any, at: Scope, wanted: tuple, inputs: list[Value]) -> tuple[Any, list]:
-        """Returns a rewritten closed jaxpr, and a note (hashable information about the value) for
-        each of its outputs.
+        """Returns a rewritten closed jaxpr, and the note of each of its outputs.
 
-        The rewritten jaxpr depends on the types and the notes (attached information) of the arrays
-        in `inputs`, but not on the numbers in these arrays. The rewritten jaxpr is read from the
+        It depends on the types and notes of `inputs`, but not on their numbers, and comes from the
         interpreter's cache if possible.
         """
         notes = tuple(value.note for value in inputs)

@@ -79,9 +79,8 @@ def tag(value: Any, name: str | None = None) -> Any:
 def tag_of(eqn: Any) -> tuple[Tagged, int] | None:
     """Returns (call, index) for an equation that `tag` created, and None for other equations.
 
-    A call of `tag` creates one equation for each array in the tagged value. `call` is a `Tagged`
-    object that describes the call of `tag`, and `index` is the position of the equation's array
-    among the arrays in the tagged value.
+    A call of `tag` creates one equation for each array in the tagged value. `call` is the `Tagged`
+    of that call, and `index` is the position of the equation's array in the value.
     """
     return (eqn.params["call"], eqn.params["index"]) if is_tag(eqn) else None
 

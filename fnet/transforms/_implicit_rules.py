@@ -23,7 +23,7 @@ from fnet.jaxpr._values import Value, bind, plain
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A use of an implicit array (such as a quantized array) by one equation.
+    """A use of an implicit array by one equation.
 
     Attributes:
         leaf: the path of the array among the arguments.
@@ -40,11 +40,10 @@ class Use:
 
 
 class ImplicitInterpreter(Interpreter):
-    """Evaluates programs whose arguments may be implicit arrays, such as quantized arrays.
+    """Evaluates programs whose arguments may be implicit arrays, such as quantized ones.
 
-    A `View` represents an implicit array (such as a quantized array) that the program has cast,
-    transposed or reshaped. If a `Value` contains a `View`, the attribute `Value.note` is the path
-    of the implicit array (such as a quantized array) in the arguments of the program.
+    The `View` of an implicit array is what the program has cast, transposed or reshaped. Its
+    `Value` has the path of the array in the arguments as its note.
     """
 
     def __init__(self):
@@ -52,8 +51,8 @@ class ImplicitInterpreter(Interpreter):
         self.uses: dict[tuple, Use] = {}
 
     def __call__(self, closed: Any, arguments: list, names: list[str]) -> list:
-        """Returns the outputs of a program: plain arrays, and implicit arrays (such as quantized
-        arrays) that the program returns unchanged."""
+        """Returns the outputs of a program: plain arrays, and the implicit arrays that it returns
+        unchanged."""
         values = [
             Value(View.of(x), name) if isinstance(x, ImplicitArray) else Value(x)
             for x, name in zip(arguments, names)
@@ -149,8 +148,7 @@ def _reshape(self, eqn, at, inputs):
 
 
 def _broadcast(self, eqn, at, inputs):
-    """Evaluates a broadcast of an implicit array (such as a quantized array) if it adds only axes
-    of length 1."""
+    """Evaluates a broadcast of an implicit array if it adds only axes of length 1."""
     view, shape = inputs[0].x, eqn.outvars[0].aval.shape
     if int(np.prod(shape)) != int(np.prod(view.shape)):
         return NotImplemented

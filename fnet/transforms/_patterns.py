@@ -1,4 +1,4 @@
-"""Patterns that select sites (named values of a function), such as "head", r"block\\d+/conv" or
+"""Patterns that select sites, the named values of a function, such as "head", r"block\\d+/conv" or
 "blocks[3]/mlp"."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _INDEX = re.compile(r"\[(-?\d+)\]")
 
 
 class Match(NamedTuple):
-    """A site (a named value of a function) that a pattern matches.
+    """A site that a pattern matches.
 
     Attributes:
         site: the named value.
@@ -159,7 +159,7 @@ def _assigned(given, site) -> tuple | None:
 
 
 def _written(name, site, indices) -> str:
-    """Returns the name of a site (a named value) with the indices of the selected scan iterations.
+    """Returns the name of a site with the indices of the selected scan iterations.
 
     In the name "blocks[3]/mlp", for example, the iteration index 3 is inserted after "blocks", the
     path of the scan. If the scan is outside of all named scopes, the iteration index is appended to

@@ -19,18 +19,15 @@ def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any, size: int) -> list
     """Returns, for each output of an open jaxpr, whether its value may differ between the devices
     of a mapped axis.
 
-    The results of the collectives psum, pmax, pmin, all_gather and pbroadcast over the whole axis
-    are equal on all devices, even if their inputs differ between devices. Over groups of equal
-    size, their results are equal if their inputs are, and so is the result of a ppermute in which
-    every device receives a value. The results of every other collective over the axis, such as
-    axis_index, or reduce_scatter and all_to_all, which give each device another part of equal
-    inputs, may differ. Values that are read from mutable arrays are assumed to differ between
-    devices. If an equation is a call, loop or branch, the function analyzes the jaxprs inside the
-    equation. The results of a primitive without a special rule, such as add, may differ between
-    devices if one of the inputs may differ. If a primitive without a special rule contains a jaxpr,
-    the function also analyzes this inner jaxpr, as if its inputs were equal on all devices. If an
-    output of the inner jaxpr may differ between devices, for example because it depends on
-    axis_index, the results of the primitive may differ too.
+    Equal are the results of psum, pmax, pmin, all_gather and pbroadcast over the whole axis, even
+    from different inputs. From equal inputs, so are their results over groups of equal size, and
+    that of a ppermute in which every device receives a value. The results of all other collectives
+    over the axis may differ, such as axis_index, or reduce_scatter and all_to_all, which give each
+    device another part of equal inputs. So may whatever is read from mutable arrays.
+
+    Calls, loops and branches are analyzed inside. Any other primitive, such as add, may differ if
+    one of its inputs may, or if a jaxpr that it contains may with equal inputs, for example because
+    of an axis_index.
 
     Args:
         jaxpr: the body of the mapped function.

@@ -21,24 +21,18 @@ from fnet.transforms._capture._sites import Level, Site
 
 
 class Inspector(Interpreter):
-    """Evaluates a program, and captures or replaces its named values, such as the outputs of
-    layers.
+    """Evaluates a program, and captures or replaces its sites, such as the outputs of layers.
 
     Args:
-        level: a `Level` that lists all named values (sites) of the program, from `find_sites`.
-        captured: the `Site`s of the named values to capture.
-        selected: a dict {`Site` of a named value inside scans: tuple of iteration indices}. For
-            each enclosing scan, the tuple contains the index of the iteration in which the value is
-            captured, or None for all iterations.
-        changes: {site: change}. `change(leaves, indices)` is a function that returns the new leaves
-            of a named value, given its original leaves. The argument `indices` contains the current
-            iteration of each scan around the named value.
-        offsets: {site: list}. The list contains an array or None for each leaf of the named value
-            (site). Each array has a leading axis for each scan around the named value. If `offsets`
-            contains a list for a named value, the function in `changes` for this named value
-            receives the list as the third argument: `change(leaves, indices, offsets)`. In
-            iteration i of a scan, the function `change` receives the slice `array[i]` of each array
-            in `offsets`.
+        level: a `Level` that lists all sites of the program, from `find_sites`.
+        captured: the `Site`s to capture.
+        selected: {`Site` inside scans: tuple with, for each scan around it, the iteration in which
+            it is captured, or None for all}.
+        changes: {site: change}. `change(leaves, indices)` returns the new leaves, given the
+            original ones and the current iteration of each scan around the site.
+        offsets: {site: list with an array or None for each leaf}, with a leading axis for each scan
+            around the site. `change(leaves, indices, offsets)` then receives, in iteration i of a
+            scan, the slice `array[i]` of each array.
     """
 
     def __init__(
@@ -60,8 +54,7 @@ class Inspector(Interpreter):
         self._held: dict[Site, dict[int, Value]] = {}
 
     def __call__(self, closed: Any, arrays: Sequence) -> tuple[list, dict[Site, list]]:
-        """Returns (outputs of the program, {site: leaves}), with the leaves of each captured site
-        (named value)."""
+        """Returns (outputs of the program, {site: leaves}) for the captured sites."""
         self._found = found = {}
         outputs = self.evaluate(
             closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,)
@@ -181,10 +174,8 @@ class Inspector(Interpreter):
     def _apart(self, body, level):
         """Returns (run, collect, sites).
 
-        The function `run` returns the outputs of the function `body`, followed by the values that
-        are captured inside `body`. The function `collect` stores the captured values in `_found`.
-        `sites` is a list of the
-        named values that are captured.
+        `run` returns the outputs of `body`, followed by the values that are captured inside it,
+        which `collect` stores in `_found`. `sites` lists the captured sites.
         """
         sites = [site for site in level.sites if site in self._captured] if level else []
 

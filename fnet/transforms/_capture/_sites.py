@@ -1,9 +1,8 @@
-"""Finds the sites (named values) of a program in its jaxpr, which is not evaluated.
+"""Finds the sites of a program, its named values, in its jaxpr, which is not evaluated.
 
-A site (named value) is a value that was passed to `tag` (see `_tags`), for example the output of a
-layer. The outputs of a `jax.named_scope` form a site (named value), too, if they were not passed to
-`tag`. Intermediate values of fnet's own primitives, such as attention weights, are also sites
-(named values).
+A site is a value that was passed to `tag` (see `_tags`), such as the output of a layer, the
+untagged outputs of a `jax.named_scope`, or an intermediate value of one of fnet's own primitives,
+such as attention weights.
 """
 
 from __future__ import annotations
@@ -82,26 +81,21 @@ class Site:
 
     @property
     def leaves(self) -> list[int]:
-        """The leaves of the named value (a pytree) that occur in the program's jaxpr, as a list of
-        leaf indices."""
+        """The indices of the leaves of the value that occur in the program's jaxpr."""
         return [i for i, t in enumerate(self.types) if t is not None]
 
 
 class Level:
-    """The sites (named values) of one call of a jaxpr. Several calls of the same jaxpr have
-    separate `Level` objects.
+    """The sites of one call of a jaxpr. Several calls of the same jaxpr have separate `Level`s.
 
     Attributes:
-        made: a dict that maps the id of an equation to a list of tuples (index of an output, `Site`
-            object, index of a leaf). The tuple (i, site, j) states that output i of the equation is
-            leaf j of the named value (a pytree) that `site` describes.
-        complete: a dict that maps the id of an equation to a list of sites (named values). The list
-            contains each site of which the equation computes a leaf, unless a later equation
-            computes another leaf of the site.
-        inner: a dict that maps the id of an equation, such as a loop, to the `Level` object (list
-            of named values) of the jaxpr inside the equation.
-        sites: all sites (named values) of the jaxpr, including those in the jaxprs inside its
-            equations (such as the bodies of loops), in the order in which they are computed.
+        made: {id of an equation: list of (i, site, j)}: output i of the equation is leaf j of the
+            site.
+        complete: {id of an equation: list of sites}, the sites whose last leaf the equation
+            computes.
+        inner: {id of an equation, such as a loop: the `Level` of the jaxpr inside it}.
+        sites: all sites of the jaxpr, including those inside its equations, in the order in which
+            they are computed.
     """
 
     def __init__(self):
@@ -115,8 +109,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Properties that all sites (named values) of a jaxpr have in common, such as the scans that
-    contain the jaxpr."""
+    """What all sites of a jaxpr have in common, such as the scans that contain the jaxpr."""
 
     at: Scope = TOP
     scans: tuple[tuple[str, int], ...] = ()
@@ -132,8 +125,7 @@ class _Place:
 
 
 def find(jaxpr: Any) -> Level:
-    """Returns a `Level` with all sites (named values) of a program, and sets the attribute `name`
-    of each `Site`."""
+    """Returns a `Level` with all sites of a program, and sets the `name` of each."""
     level = _level(jaxpr, _Place(), [True] * len(jaxpr.outvars))
     uses = collections.Counter(site.path for site in level.sites)
     numbers: dict[str, int] = collections.Counter()
@@ -144,8 +136,8 @@ def find(jaxpr: Any) -> Level:
 
 
 def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
-    """Returns a `Level`, which lists the sites (named values) of a jaxpr. `live` states for each
-    output whether it is used outside of a backward pass."""
+    """Returns the `Level` of a jaxpr. `live` states for each output whether it is used outside of a
+    backward pass."""
     level, scopes = Level(), list(map(in_jaxpr(jaxpr, place.at), jaxpr.eqns))
     forward = [i for i, scope in enumerate(scopes) if scope.phase == FORWARD]
     readers = collections.defaultdict(set)
@@ -170,9 +162,7 @@ def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
 def _tagged(level, jaxpr, place, scopes, forward) -> dict[int, list[Site]]:
     """Finds the values of a jaxpr that were passed to `tag`.
 
-    Returns a dict that maps the index of an equation to a list of sites (named values). The list
-    contains each site of which the equation computes a leaf, unless a later equation computes
-    another leaf of the site.
+    Returns {index of an equation: list of sites}, the sites whose last leaf the equation computes.
     """
     current: dict[Any, tuple[Site, list]] = {}
     groups = []
@@ -231,13 +221,10 @@ class _Run:
 
 
 def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int, list[Site]]:
-    """Creates a site (named value) for each `jax.named_scope` whose outputs were not passed to
-    `tag`.
+    """Creates a site for each `jax.named_scope` whose outputs were not passed to `tag`.
 
-    The outputs of a `jax.named_scope` are the arrays that are computed inside the scope and used
-    outside of it. Returns a dict that maps the index of an equation to a list of sites (named
-    values). The list contains each site of which the equation computes a leaf, unless a later
-    equation computes another leaf of the site.
+    Its outputs are the arrays that are computed inside the scope and used outside of it. Returns
+    {index of an equation: list of sites}, the sites whose last leaf the equation computes.
     """
     runs, open_runs = [], []
     for i in forward:
@@ -322,8 +309,7 @@ def _inside(level, eqn, place, scope) -> None:
 
 
 def _enter(level, eqn, place, scope, readers) -> None:
-    """Adds the sites (named values) in the bodies of an equation, such as a loop, to the `Level`
-    object `level`."""
+    """Adds the sites in the bodies of an equation, such as a loop, to `level`."""
     inside, name = bodies(eqn), eqn.primitive.name
     for body in inside:
         obstacle = _OBSTACLES.get(body.kind)
