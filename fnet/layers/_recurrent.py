@@ -75,8 +75,8 @@ class _Recurrent(Layer):
     def scan(
         self, scope: Scope, x: jax.Array, carry: Any = None, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """Computes the outputs and the final carry (the recurrent state). A later call can continue
-        from the carry.
+        """Computes the outputs and the final carry (the recurrent state), from which a later call
+        can continue.
 
             y, carry = lstm.scan(params, prompt, lengths=lengths)
             y, carry = lstm.scan(params, token[:, None], carry)        # one more time step
@@ -89,10 +89,9 @@ class _Recurrent(Layer):
                 time steps.
 
         Returns:
-            `(outputs, carry)`: the outputs of the layer, and the carry after the last valid time
-            step of each example, in float32 or float64. The backward direction of a bidirectional
-            layer processes the first time step last, so the carry of this direction is the carry
-            after the first time step.
+            `(outputs, carry)`, with the carry after the last valid time step of each example, in
+            float32 or float64. The backward direction of a bidirectional layer processes the first
+            time step last, so its carry is the one after that.
         """
         x = floating(x, scope, type(self).__name__)
         if x.ndim != 3:
