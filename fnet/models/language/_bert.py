@@ -26,16 +26,14 @@ HEADS = "masked_lm", "sequence", "tokens", "questions", "next_sentence", "pretra
 class Encoded(NamedTuple):
     """The output of an encoder: the features of each token and of each example.
 
-    `Encoded` is registered with `jax.export` as "fnet.models.Encoded". An exported program that
-    returns an `Encoded` can be deserialized only after `import fnet.models`. To deserialize the
-    program without fnet, export a function that returns a dict, such as `lambda params, tokens:
-    model(params, tokens)._asdict()`.
-
     Attributes:
         hidden: [batch, time, width], the features of each token.
-        pooled: [batch, width], the features of each example. `Bert` computes `pooled` from the
-            first token with its pooler. `pooled` is None if the model does not compute features of
-            an example.
+        pooled: [batch, width], the features of each example, which `Bert` computes from the first
+            token with its pooler. None if the model has no such features.
+
+    `Encoded` is registered with `jax.export` as "fnet.models.Encoded", so an exported program that
+    returns one can be deserialized only after `import fnet.models`. To do without fnet, export a
+    function that returns a dict, such as `lambda params, tokens: model(params, tokens)._asdict()`.
 
     >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
@@ -171,10 +169,13 @@ BERT = {
 class Bert(Model):
     """A text encoder: BERT and models distilled from it, such as MiniLM.
 
-    The input of the first block is the sum of the embeddings of tokens, positions and segments.
-    Each block has bidirectional attention and an MLP with GELU. The attention and the MLP are each
-    followed by a residual connection and a LayerNorm. The pooler applies a dense layer and tanh to
-    the features of the first token.
+        tokenizer = models.WordPiece.read("vocab.txt")
+        tokens, lengths = models.padded([tokenizer.encode("A cat."), tokenizer.encode("Dogs and cats.")])
+        vectors = models.sentence_embedding(model(params, tokens, lengths).hidden, lengths)       # [batch, width]
+
+    The blocks start from the sum of the embeddings of tokens, positions and segments. Each has
+    bidirectional attention and an MLP with GELU, each followed by a residual connection and a
+    LayerNorm. The pooler applies a dense layer and tanh to the features of the first token.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -184,15 +185,8 @@ class Bert(Model):
         hidden: number of features between the two dense layers of a block's MLP.
         context: maximum length of a text in tokens.
         segments: number of segments.
-        head: the layers after the encoder, or None (default) for no such layers. The head
-            "masked_lm" computes logits of the vocabulary for each token, with the embedding table.
-            The head "sequence" computes logits of the classes of a text, from the output of the
-            pooler. The head "tokens" computes logits of the classes of each token. The head
-            "questions" computes two logits for each token: that an answer starts at this token, and
-            that it ends at this token. The head "next_sentence" computes two logits for a pair of
-            segments: that the second segment continues the first, and that the second segment is a
-            random text. The head "pretraining" computes the logits of both "masked_lm" and
-            "next_sentence".
+        head: the layers after the encoder, one of those under Output. Default: None, no such
+            layers.
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
         dropout: dropout rate of the embeddings, the attention weights, the residual branches and
@@ -208,15 +202,14 @@ class Bert(Model):
         segment: the index of the segment of each token, integers [batch, time], less than
             `segments`. Default: 0 for all tokens.
 
-    Output: if the model has no head, an `Encoded` (the features of each token and of each example).
-    With a head, logits of the shape [batch, time, vocab_size] for "masked_lm", [batch, classes] for
-    "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions", and [batch,
-    2] for "next_sentence". For
-    "pretraining", the output is a pair: the logits of "masked_lm" and those of "next_sentence".
+    Output: without a head, an `Encoded`. With one, its logits:
 
-        tokenizer = models.WordPiece.read("vocab.txt")
-        tokens, lengths = models.padded([tokenizer.encode("A cat."), tokenizer.encode("Dogs and cats.")])
-        vectors = models.sentence_embedding(model(params, tokens, lengths).hidden, lengths)       # [batch, width]
+        "masked_lm"          # [batch, time, vocab_size], for each token, computed with the embedding table
+        "sequence"           # [batch, classes], for the text, from the output of the pooler
+        "tokens"             # [batch, time, classes], for each token
+        "questions"          # [batch, time, 2]: an answer starts at this token, an answer ends at it
+        "next_sentence"      # [batch, 2]: the second segment continues the first, or it is a random text
+        "pretraining"        # a pair, those of "masked_lm" and those of "next_sentence"
 
     Source: Devlin et al. (2019), BERT: Pre-training of Deep Bidirectional Transformers; Wang et al.
     (2020), MiniLM: Deep Self-Attention Distillation.
@@ -392,17 +385,16 @@ class Bert(Model):
 
 
 def sentence_embedding(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Averages the features of each example's valid tokens and normalizes the average to length 1.
+    """Averages the features of each text's valid tokens, and scales the average to length 1.
 
-    Because the returned embeddings have length 1, the dot product of two of them is their cosine
-    similarity.
+    The dot product of two such embeddings is their cosine similarity.
 
     Args:
         hidden: the features of the tokens, [batch, time, width].
         lengths: the number of valid tokens in each example, integers [batch], at least 1.
 
     Returns:
-        The sentence embeddings, an array [batch, width] in float32 or float64.
+        The embeddings, an array [batch, width] in float32 or float64.
 
     Raises:
         ValueError: the shapes of `hidden` and `lengths` do not match.

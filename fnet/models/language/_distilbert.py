@@ -34,14 +34,14 @@ def _rules(ours, theirs="transformer.layer.{i}"):
 
 
 class DistilBert(Bert):
-    """DistilBERT: a text encoder distilled from BERT. DistilBERT is the encoder of `Bert` with half
-    as many blocks, without segments and without a pooler.
+    """A text encoder distilled from BERT: `Bert` with half as many blocks, no segments and no
+    pooler.
 
     Args:
         vocab_size, width, depth, heads, hidden, context, classes, dropout, epsilon, stacked: as in
             `Bert`.
-        head: as in `Bert`, but "next_sentence" and "pretraining" are not supported. The head
-            "sequence" has an additional dense layer with ReLU.
+        head: as in `Bert`, without "next_sentence" and "pretraining". "sequence" has an additional
+            dense layer with ReLU.
 
     Inputs: as in `Bert`, but without `segment`. Output: as in `Bert`.
 

@@ -128,17 +128,15 @@ def _rope(config):
 
 
 class ModernBert(Model):
-    """ModernBERT: an encoder of texts of up to 8192 tokens, with rotary positions.
+    """An encoder of texts of up to 8192 tokens, with rotary positions.
 
-    Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`.
-    The attention and the MLP each have a LayerNorm before them and a residual connection around
-    them. By default, the first block and every third block after it have no attention window: each
-    token attends to the whole text. In the blocks with a window, a token attends only to tokens
-    near its own position. The first block has no norm before its attention, because the embeddings
-    are already normalized.
+    Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`,
+    each with a LayerNorm before it and a residual connection around it. The first block has no norm
+    before its attention, because the embeddings are already normalized. By default, the first block
+    and every third after it attend to the whole text; the others have a window.
 
-    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. If a
-    tuple has fewer values than the model has blocks, its values are repeated.
+    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block; a
+    shorter tuple repeats.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -147,30 +145,23 @@ class ModernBert(Model):
         heads: number of attention heads, which must divide the width.
         hidden: number of features within the MLP, the output size of `gate` and of `up`.
         context: maximum length of a text in training, in tokens.
-        window: size of the window of a block. A token attends to tokens that are at most window //
-            2 positions away, before or after this token. With the window None, a token attends to
-            all tokens.
+        window: a token attends to tokens at most window // 2 positions before or after it. None: to
+            all.
         rotary_base: base of the rotary embedding.
         rope_scaling: scaling of the rotary embedding, as in `Decoder`.
-        head: the layers after the encoder, or None (default) for no such layers. The head
-            "masked_lm" computes logits of the vocabulary for each token, with the embedding table.
-            The head "sequence" computes logits
-            of the classes of a text. The head "tokens" computes logits of the classes of each
-            token. The head "questions" computes two logits for each token: that an answer starts at
-            this token, and that it ends at this token.
+        head: the layers after the encoder: "masked_lm", "sequence", "tokens" or "questions", as in
+            `Bert`. Default: None.
         classes: number of logits of the heads "sequence" and "tokens".
-        pooling: the input of the head "sequence". "cls": the features of the first token. "mean":
-            the mean of the features of all valid tokens.
+        pooling: the input of the head "sequence": the features of the first token ("cls"), or the
+            mean over all valid tokens ("mean").
         activation: the activation of the MLPs: "gelu", "gelu_tanh", "silu" or "relu".
-        head_activation: the activation of the dense layer with which every head begins.
-            `head_activation` has the same possible values as `activation`.
-        norm_bias, attention_bias, mlp_bias, head_bias: whether the norms (`norm_bias`), the
-            projections of the attention (`attention_bias`), the MLPs (`mlp_bias`), and the dense
-            layer with which every head begins (`head_bias`) have biases.
+        head_activation: the activation of the dense layer with which every head begins, one of the
+            same.
+        norm_bias, attention_bias, mlp_bias, head_bias: whether the norms, the projections of the
+            attention, the MLPs, and the dense layer with which every head begins have biases.
         decoder_bias: whether the head "masked_lm" adds a bias to the logits.
         dropout: dropout rate of the embeddings, the attention weights, the attention outputs and
-            the MLPs. `dropout` is also the dropout rate before the last layer of every head except
-            "masked_lm".
+            the MLPs, and before the last layer of every head except "masked_lm".
         epsilon: epsilon of the norms.
         stacked: whether the parameters of all blocks except the first are stacked and a scan
             applies these blocks. See also `models.unstack`.
@@ -180,9 +171,9 @@ class ModernBert(Model):
         lengths: integers [batch], the number of valid tokens in each example. Later tokens are
             padding. Default: all tokens are valid.
 
-    Output: without a head, an `Encoded` (the features of all tokens), whose `pooled` is None. With
-    a head, logits of the shape [batch, time, vocab_size] for "masked_lm", [batch, classes] for
-    "sequence", [batch, time, classes] for "tokens", and [batch, time, 2] for "questions".
+    Output: the logits of the head, with the shapes of `Bert`: [batch, time, vocab_size], [batch,
+    classes], [batch, time, classes] or [batch, time, 2]. Without a head, an `Encoded` whose
+    `pooled` is None.
 
     Source: Warner et al. (2024), Smarter, Better, Faster, Longer: A Modern Bidirectional Encoder
     for Fast, Memory Efficient, and Long Context Finetuning and Inference.

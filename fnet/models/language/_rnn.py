@@ -15,8 +15,7 @@ zeros = jax.nn.initializers.zeros
 
 
 class LSTMLanguageModel(LanguageModel):
-    """A language model: a stack of LSTMs with dropout between the LSTMs, but not between time
-    steps.
+    """A language model: a stack of LSTMs, with dropout between them but not between time steps.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -30,14 +29,13 @@ class LSTMLanguageModel(LanguageModel):
         lengths: integers [batch], the number of valid tokens in each example. Later tokens are
             padding. Default: all tokens are valid.
 
-    Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the
-    tokens continue the text in the cache, and the result is (logits, cache). The cache contains the
-    carry of every LSTM. `models.generate` passes a cache from `model.cache` as `state`.
+    Output: logits [batch, time, vocab_size]. With a cache from `model.cache` as `state` (the carry
+    of every LSTM), as `models.generate` passes it, the tokens continue the text in the cache, and
+    the result is (logits, cache).
 
-    Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The
-    presets are the three sizes of the paper by Zaremba, Sutskever and Vinyals for the Penn
-    Treebank. Source of the option `tied`: Press and Wolf (2017), Using the Output Embedding to
-    Improve Language Models.
+    Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization; the
+    presets are its three sizes for the Penn Treebank. `tied`: Press and Wolf (2017), Using the
+    Output Embedding to Improve Language Models.
 
     >>> model = models.LSTMLanguageModel.preset("zaremba-small")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -97,9 +95,9 @@ class LSTMClassifier(Model):
 
     Output: logits [batch, classes].
 
-    Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks. Source of the max
-    pooling (the maximum of each feature over time): Conneau et al. (2017), Supervised Learning of
-    Universal Sentence Representations, section 3.2.2.
+    Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks. The maximum over
+    time: Conneau et al. (2017), Supervised Learning of Universal Sentence Representations, section
+    3.2.2.
 
     >>> model = models.LSTMClassifier(classes=2, vocab_size=100)
     >>> "logits", jax.eval_shape(model, model.spec(model.example()).params, model.example()).shape[-1]

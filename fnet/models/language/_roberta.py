@@ -50,15 +50,14 @@ def _config(prefix, words):
 class Roberta(Bert):
     """RoBERTa and XLM-R: the encoder of `Bert`, trained without segments and with other tokenizers.
 
-    The first token of a text has position `padding` + 1. Therefore, the table of position
-    embeddings has additional rows at its start. Padding tokens are not counted, so a padding token
-    within a text does not change the positions of later tokens.
+    The first token of a text has position `padding` + 1, so the table of position embeddings has
+    additional rows at its start. Padding tokens are not counted: one within a text does not change
+    the positions of later tokens.
 
     Args:
         vocab_size, width, depth, heads, hidden, context, segments, classes, pooler, dropout,
-            epsilon, stacked: as in the model `Bert`.
-        head: the layers after the encoder, as in `Bert`, but "next_sentence" and "pretraining" are
-            not supported.
+            epsilon, stacked: as in `Bert`.
+        head: as in `Bert`, without "next_sentence" and "pretraining".
         padding: the index of the padding token in the vocabulary.
 
     Inputs, output: as in `Bert`.

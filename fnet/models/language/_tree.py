@@ -21,15 +21,15 @@ constant = jax.nn.initializers.constant
 
 
 class Trees(NamedTuple):
-    """A batch of trees as arrays, the input of `TreeLSTM`.
+    """A batch of trees as arrays, the input of `TreeLSTM`, from `pack_trees`.
 
-    The nodes of each tree are in postorder: children come before their parent, and the root is the
-    last node. `Trees` is registered with `jax.export` as "fnet.models.Trees".
+    The nodes of a tree are in postorder: children come before their parent, and the root is last.
+    `Trees` is registered with `jax.export` as "fnet.models.Trees".
 
     Attributes:
         labels: integers [batch, nodes], the index of each node's label in the vocabulary.
-        parents: integers [batch, nodes], the index of each node's parent in its tree. Nodes without
-            a parent (the root and padding) have the value `nodes`, the length of the node axis.
+        parents: integers [batch, nodes], the index of each node's parent in its tree, or `nodes`
+            (the length of the axis) for the root and for padding.
         lengths: integers [batch], the number of valid nodes of each tree. Later nodes are padding.
 
     >>> trees = models.pack_trees([("not", True)], {"not": 0, True: 1}, nodes=4)
@@ -50,14 +50,14 @@ def pack_trees(
 ) -> Trees:
     """Converts trees to arrays, for `TreeLSTM`.
 
-    A tree is a tuple: the label of the root, then the subtrees. A tree that has only one node may
-    be given as the label of this node, without a tuple.
+    A tree is a tuple: the label of the root, then the subtrees. A single node may be its bare
+    label.
 
     Args:
         trees: the trees.
         vocabulary: the token of each label, {label: token}.
-        nodes: the length of the node axis. If you set `nodes`, all batches have the same shape.
-            Default: the number of nodes of the largest tree.
+        nodes: the length of the node axis, which makes all batches the same shape. Default: the
+            number of nodes of the largest tree.
 
     Returns:
         The trees as `Trees`.
@@ -106,8 +106,8 @@ def _postorder(tree):
 
 
 class TreeLSTM(Model):
-    """The child-sum Tree-LSTM: an LSTM over the nodes of a tree. Each node receives the states of
-    its children.
+    """The child-sum Tree-LSTM: an LSTM over the nodes of a tree, each of which receives the states
+    of its children.
 
     The state (h_j, c_j) of node j with embedding x_j and children C(j) is:
 
@@ -116,12 +116,10 @@ class TreeLSTM(Model):
         f_k = sigmoid(x_j W_f + h_k U_f + b_f), for each child
         c_j = i * u + sum of f_k * c_k,  h_j = o * tanh(c_j)
 
-    The parent of each node is given by an input array, so the compiled program does not depend on
-    the structure of the trees. One `lax.scan` visits the nodes in postorder. The carry of the scan
-    contains two sums for every node: the sum of h_k and the sum of f_k * c_k over the children k
-    that were already visited. Each node adds its own h_k and
-    f_k * c_k to the sums of its parent. Therefore one compiled program with static shapes computes
-    batches of trees of any depth and any number of children.
+    The parents are an input array, so one compiled program with static shapes computes trees of any
+    depth and any number of children. A `lax.scan` visits the nodes in postorder, and its carry
+    holds two sums for every node, of h_k and of f_k * c_k over the children that were already
+    visited.
 
     Args:
         classes: number of logits.
@@ -131,9 +129,8 @@ class TreeLSTM(Model):
 
     Inputs: labels, parents and lengths, as in `Trees`.
 
-    Output: logits [batch, nodes, classes] of every node. The logits of a tree are those of its
-        root, the last node: `logits[jnp.arange(batch), lengths - 1]`. The logits of padding are
-        meaningless.
+    Output: logits [batch, nodes, classes] of every node. Those of a tree are those of its root, the
+    last node: `logits[jnp.arange(batch), lengths - 1]`. The logits of padding are meaningless.
 
     Source: Tai, Socher and Manning (2015), Improved Semantic Representations From Tree-Structured
     Long Short-Term Memory Networks, eq. 2 to 8.

@@ -83,74 +83,67 @@ _PYTHIA = dict(
 
 
 class Decoder(LanguageModel):
-    """A decoder of text with rotary positions.
+    """A decoder of text with rotary positions: Llama, and the families that differ from it by
+    options.
 
-    The supported families of models are Llama, Mistral, Mixtral, Qwen 2, Qwen 3 (with or without
-    experts), Gemma 1, Gemma 2, Gemma 3, Phi-3, SmolLM 2, SmolLM 3, OLMo 2, GPT-NeoX, Pythia, and
-    the small models of llama2.c.
+        model = models.Decoder.preset("smollm2-135m")
+        model, params, _ = pretrained.load("path/to/folder")           # the options, from config.json
 
-    Each block has causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`. The
-    attention and the MLP each have an RMSNorm before them and a residual connection around them.
-    The default values of the options are those of Llama. The options listed after `stacked` are for
-    families of models that differ from Llama, such as Gemma and GPT-NeoX.
+    It covers Llama, Mistral, Mixtral, Qwen 2 and 3 (with or without experts), Gemma 1 to
+    3, Phi-3, SmolLM 2 and 3, OLMo 2, GPT-NeoX, Pythia, and the small models of llama2.c. The
+    guide's page "Models" lists the options of each.
 
-    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. If a
-    tuple has fewer values than the model has blocks, the values of the tuple are repeated. For
-    example, window=(4096, None) alternates blocks with and without a window.
+    Each block has causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`, each
+    with an RMSNorm before it and a residual connection around it. Defaults are those of Llama; the
+    options after `stacked` are for other families.
+
+    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block; a
+    shorter tuple repeats. window=(4096, None) alternates blocks with and without a window.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width, unless `head_dim` is set.
-        kv_heads: number of key/value heads. Each key/value head is shared by heads / kv_heads query
-            heads.
+        kv_heads: number of key/value heads, each shared by heads / kv_heads query heads.
         hidden: number of features within the MLP, the output size of `gate` and of `up`.
         context: maximum length of a text in tokens.
-        rotary_base: base of the rotary embedding. In a tuple, the value None means that a block has
-            no position embedding (SmolLM 3).
-        interleaved: which features the rotary embedding rotates as a pair. If True, the pairs are
-            the features (0, 1), (2, 3), ..., as in the weights of Meta and llama2.c. If False, the
-            pairs are the features (i, i + n / 2), where n is the number of rotated features of a
-            head, as in the weights of Hugging Face.
+        rotary_base: base of the rotary embedding. None in a tuple: the block has no position
+            embedding (SmolLM 3).
+        interleaved: whether the rotary embedding rotates the features (0, 1), (2, 3), ... as pairs,
+            as in the weights of Meta and llama2.c. If False, the pairs are (i, i + n / 2), where n
+            is the number of rotated features of a head, as in the weights of Hugging Face.
         tied: whether the logits are computed with the embedding table.
         epsilon: epsilon of the norms.
         head_dim: number of features of a head. Default: width / heads.
-        window: the maximum number of tokens to which a query attends. A query attends to its own
-            token and to the tokens directly before it (Mistral 7B v0.1). Default: no maximum.
+        window: the maximum number of tokens to which a query attends: its own and those directly
+            before it (Mistral 7B v0.1). Default: no maximum.
         rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or
-            `LongScaling`, if the context of the model was extended after training. Default: no
-            scaling.
+            `LongScaling`, if the context was extended after training. Default: no scaling.
         stacked: whether the parameters of all blocks are stacked and a scan applies the blocks
-            (`nn.Stack`). See also `models.unstack`. If blocks of different kinds form a repeating
-            pattern, for example five blocks with a window and one block without a window, each
-            iteration of the scan applies all blocks of the pattern.
-        rotary_dim: number of features of each head to which the rotary embedding is applied,
-            counted from the first feature (Phi-3, GPT-NeoX). Default: all features.
-        qkv_bias, out_bias, mlp_bias: whether the projections to queries, keys and values
-            (`qkv_bias`), the output projection of the attention (`out_bias`) and the MLP
-            (`mlp_bias`) have biases. Qwen 2 has only `qkv_bias`, and GPT-NeoX has all three biases.
+            (`nn.Stack`). See also `models.unstack`. Where kinds of blocks repeat, such as five with
+            a window and one without, each iteration applies one whole pattern.
+        rotary_dim: number of features of each head that are rotated, counted from the first (Phi-3,
+            GPT-NeoX). Default: all.
+        qkv_bias, out_bias, mlp_bias: whether the projections to queries, keys and values, the
+            output projection of the attention, and the MLP have biases. Qwen 2 has only `qkv_bias`,
+            GPT-NeoX all three.
         qk_norm: how queries and keys are normalized: "head", each head separately (Qwen 3, Gemma
             3); "all", all heads together (OLMo 2); or None, not at all.
-        query_scalar: attention scores are divided by the square root of `query_scalar`. Default:
-            head_dim.
-        attention_softcap, logit_softcap: bounds on the attention scores and on the logits. Each
-            attention score or logit x is replaced by softcap * tanh(x / softcap) (Gemma 2).
-            Default: attention scores and logits are not bounded.
+        query_scalar: attention scores are divided by its square root. Default: head_dim.
+        attention_softcap, logit_softcap: bounds on the attention scores and on the logits: x
+            becomes softcap * tanh(x / softcap) (Gemma 2). Default: no bounds.
         activation: activation of the MLP: "silu", "gelu", "gelu_tanh" (Gemma) or "relu".
-        gated: whether the MLP has a gate. Without a gate, the MLP is `down(activation(up(x)))`
-            (GPT-NeoX).
+        gated: whether the MLP has a gate. If not, it is `down(activation(up(x)))` (GPT-NeoX).
         layer_norm: whether the norms are LayerNorms with bias (GPT-NeoX).
         norm_offset: a number that is added to the scales of the RMSNorms, 1 in Gemma.
-        pre_norm, post_norm: whether attention and MLP have a norm before them (`pre_norm`) and
-            after them (`post_norm`). Gemma 2 and 3 have norms before and after attention and MLP.
-            OLMo 2 has norms only after attention and MLP.
-        parallel: whether the attention and the MLP are both applied to the input of the block
-            (GPT-NeoX). If False, the MLP is applied after the attention.
+        pre_norm, post_norm: whether attention and MLP have a norm before them, and one after them.
+            Gemma 2 and 3 have both, OLMo 2 only the latter.
+        parallel: whether attention and MLP both see the input of the block (GPT-NeoX). If False,
+            the MLP comes after the attention.
         scale_embeddings: whether the embeddings are multiplied by sqrt(width) (Gemma).
-        experts: the number of experts. If `experts` is set, the MLP is an `nn.MixtureOfExperts`,
-            and `hidden` is the number of features within each expert (Mixtral, Qwen 3). Default:
-            None, a single MLP.
+        experts: the number of experts of an `nn.MixtureOfExperts` in place of the MLP, with
+            `hidden` features in each (Mixtral, Qwen 3). Default: None, a single MLP.
         experts_per_token, normalize_experts, expert_capacity: `top_k`, `normalize` and `capacity`
             of the `nn.MixtureOfExperts`.
 
@@ -159,17 +152,17 @@ class Decoder(LanguageModel):
         lengths: integers [batch], the number of valid tokens in each example. Later tokens are
             padding. Default: all tokens are valid.
 
-    Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the
-    tokens continue the text in the cache, and the result is (logits, cache). `models.generate`
-    passes a cache to the model in each step.
+    Output: logits [batch, time, vocab_size]. With a cache from `model.cache` as `state`, as
+    `models.generate` passes it, the tokens continue the text in the cache, and the result is
+    (logits, cache).
 
     Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models. Grouped
     queries: Llama 2. Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020),
     GLU Variants Improve Transformer. Gemma Team (2024, 2025), Gemma 2 and Gemma 3. Yang et al.
     (2025), Qwen3 Technical Report. Abdin et al. (2024), Phi-3 Technical Report. Jiang et al.
     (2024), Mixtral of Experts. Walsh et al. (2024), 2 OLMo 2 Furious. Black et al. (2022),
-    GPT-NeoX-20B. Biderman et al. (2023), Pythia. The sizes of the presets with names "stories..."
-    are those of the models of Karpathy's llama2.c.
+    GPT-NeoX-20B. Biderman et al. (2023), Pythia. The presets "stories..." have the sizes of
+    Karpathy's llama2.c.
 
     >>> model = models.Decoder.preset("stories260k")
     >>> nn.count_parameters(model.spec(model.example()).params)

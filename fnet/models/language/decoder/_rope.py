@@ -43,17 +43,13 @@ class Llama3Scaling:
     """Llama 3.1's scaling of a rotary embedding, for texts longer than those of the original
     training.
 
-    The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than
-    `low_freq_factor` rotations within the original context. The rotation rate does not change if
-    the pair of features completes more than `high_freq_factor` rotations within the original
-    context. If a pair of features completes between `low_freq_factor` and `high_freq_factor`
-    rotations within the original context, the rotation rate r of the pair is replaced by an
-    interpolation between r and r / `factor`.
+    What happens to the rotation rate r of a pair of features depends on how many rotations the pair
+    completes within the original context: below `low_freq_factor` it becomes r / `factor`, above
+    `high_freq_factor` it stays, and between the two it is an interpolation of r and r / `factor`.
 
     Args:
         factor: the divisor of the rotation rates, > 0.
-        low_freq_factor, high_freq_factor: the lower and the upper threshold for the number of
-            rotations that a pair of features completes within the original context.
+        low_freq_factor, high_freq_factor: the two thresholds, in rotations.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: Grattafiori et al. (2024), The Llama 3 Herd of Models; llama-models, apply_scaling.
@@ -91,24 +87,19 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN's scaling of a rotary embedding, for texts longer than those of the original training.
 
-    The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than
-    `beta_slow` rotations within the original context. The rotation rate does not change if the pair
-    of features completes more than `beta_fast` rotations within the original context. If a pair of
-    features completes between `beta_slow` and `beta_fast` rotations within the original context,
-    the rotation rate r of the pair is replaced by an interpolation between r and r / `factor`. The
-    interpolation of the rotation rate is linear in the index of the pair of features. The rotated
-    features are multiplied by an amplitude.
+    What happens to the rotation rate r of a pair of features depends on how many rotations the pair
+    completes within the original context: below `beta_slow` it becomes r / `factor`, above
+    `beta_fast` it stays, and between the two it is an interpolation of r and r / `factor`, linear
+    in the index of the pair. The rotated features are multiplied by an amplitude.
 
     Args:
         factor: the divisor of the rotation rates, > 0.
         original_context: maximum length in tokens of the texts in the original training.
-        beta_fast, beta_slow: the upper and the lower threshold for the number of rotations that a
-            pair of features completes within the original context.
-        amplitude: factor by which the rotated queries and keys are multiplied. Default: 0.1
-            ln(factor) + 1, or 1 if `factor` is at most 1.
-        truncate: whether to round the bounds of the interpolation to integers. The bounds are
-            indices of pairs of features. If `truncate` is True (the default), the lower bound is
-            rounded down, and the upper bound is rounded up.
+        beta_fast, beta_slow: the upper and the lower threshold, in rotations.
+        amplitude: factor of the rotated queries and keys. Default: 0.1 ln(factor) + 1, or 1 if
+            `factor` is at most 1.
+        truncate: whether to round the bounds of the interpolation, which are indices of pairs, to
+            integers: the lower one down, the upper one up. Default: True.
 
     Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models,
     section 3.
@@ -160,15 +151,13 @@ def growth(factor: float, strength: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScaling:
-    """Dynamic scaling of a rotary embedding: the base grows with the length of the text.
+    """Dynamic scaling of a rotary embedding: its base grows with the length of the text.
 
-    The base of the rotary frequencies grows only for texts that are longer than the original
-    context. The rotary base is computed for each example from the length of this example, so
-    examples of one batch are independent.
+    It grows only for texts longer than the original context, and for each example by its own
+    length, so that the examples of a batch are independent.
 
     Args:
-        factor: a number > 0. With a larger factor, the base of the rotary frequencies grows faster
-            with the length of the text.
+        factor: a number > 0; the larger it is, the faster the base grows.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: bloc97 and emozilla (2023), NTK-aware and dynamically scaled RoPE.
@@ -203,19 +192,16 @@ class DynamicScaling:
 class LongScaling:
     """LongRoPE's scaling of a rotary embedding, as in Phi-3.
 
-    Each pair of rotated features has its own divisor, by which the rotation rate of the pair is
-    divided. `LongScaling` has two lists of divisors of the rotation rates: `short` for texts within
-    the original context, and `long` for longer texts. For each example of a batch, the length of
-    this example alone determines whether the rotation rates are divided by `short` or by `long`.
-    The rotated features are multiplied by an amplitude.
+    The rotation rate of each pair of features has a divisor of its own, from one of two lists:
+    `short` for texts within the original context, `long` beyond. The length of each example alone
+    decides. The rotated features are multiplied by an amplitude.
 
     Args:
-        short: the divisor of the rotation rate of each pair of rotated features, for texts of at
-            most `original_context` tokens.
-        long: the divisor of the rotation rate of each pair of rotated features, for texts of more
-            than `original_context` tokens.
+        short: the divisor for each pair of features, for texts of at most `original_context`
+            tokens.
+        long: the same, for longer texts.
         original_context: maximum length in tokens of the texts in the original training.
-        amplitude: factor by which the rotated queries and keys are multiplied.
+        amplitude: factor of the rotated queries and keys.
 
     Source: Ding et al. (2024), LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens.
 
