@@ -18,15 +18,15 @@ def conv_norm_relu(
 
 class CNN(nn.Layer):
     """A convolutional classifier: stages of 3 × 3 convolutions with BatchNorm and ReLU, and 2 × 2
-    max-pooling between the stages.
+    max-pooling between them.
 
     The last stage is followed by the mean over all positions, dropout and a dense layer.
 
     Args:
         classes: number of logits.
         widths: number of channels in each stage.
-        convs: number of convolutions in each stage: an integer for all stages, or a tuple with an
-            integer for each stage.
+        convs: number of convolutions in each stage: an integer for all, or a tuple with one for
+            each.
         stem: (kernel size, stride) of the first convolution. Stride 2 reduces the cost of all later
             layers to a quarter.
         dropout: dropout rate before the last layer.

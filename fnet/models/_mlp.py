@@ -8,20 +8,18 @@ from fnet import layers as nn
 
 
 class MLP(nn.Layer):
-    """A multi-layer perceptron: dense layers, with ReLU and dropout after each dense layer but the
-    last.
-
-    If an input has more than two axes, all axes except the first are flattened to one axis.
-
-    Args:
-        widths: number of output features of each layer. The last element is the number of outputs
-            of the MLP.
-        dropout: dropout rate after each hidden layer.
-
-    Input: [batch, ...]. Output: [batch, widths[-1]].
+    """A multi-layer perceptron: dense layers, with ReLU and dropout after each but the last.
 
         model = MLP((128, 10))
         params, state = model.init(jax.random.key(0), jax.ShapeDtypeStruct((1, 28, 28, 1), "float32"))
+
+    All axes of the input except the first are flattened to one.
+
+    Args:
+        widths: number of output features of each layer; the last is that of the MLP.
+        dropout: dropout rate after each hidden layer.
+
+    Input: [batch, ...]. Output: [batch, widths[-1]].
 
     >>> model = models.MLP((64, 10))
     >>> nn.count_parameters(model.spec(jnp.ones((1, 784))).params)

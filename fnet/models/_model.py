@@ -18,19 +18,16 @@ from fnet.models.weights._weight_names import Names
 class Model(nn.Layer):
     """The base class of models: a layer whose fields are its configuration.
 
-    The class method `preset` returns the model of a published configuration, selected by its name:
-
         model = ResNet.preset("resnet50", classes=10)      # ResNet((3, 4, 6, 3), classes=10)
 
-    Subclasses of `Model` may define the following class attributes:
+    Subclasses may define these class attributes:
 
         PRESETS: {name: fields}, the published configurations.
         NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
-        CONFIGS: {model_type of config.json: Config}. A `Config` states the meaning of each field of config.json.
-            `pretrained.load` uses the `Config` to compare the model with config.json. The key for the config.json of
-            timm is "timm".
-        HUB: {preset: sources of its weights}. A source is a repository of the Hugging Face hub, or "torchvision:NAME"
-            for a pickle file of weights that only torchvision distributes.
+        CONFIGS: {model_type of config.json: Config}, the meaning of each field of config.json, with which
+            `pretrained.load` compares the model. The key for the config.json of timm is "timm".
+        HUB: {preset: sources of its weights}, each a repository of the Hugging Face hub, or "torchvision:NAME"
+            for a pickle that only torchvision distributes.
 
     >>> model = models.ResNet.preset("resnet18", classes=10)
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -48,7 +45,7 @@ class Model(nn.Layer):
 
         Args:
             name: the name of the preset, such as "resnet50".
-            changes: values of fields, which replace those of the published configuration.
+            changes: values of fields, which replace those of the preset.
 
         Raises:
             ValueError: the class has no preset `name`.
@@ -61,22 +58,19 @@ class Model(nn.Layer):
         return cls(**{**cls.PRESETS[name], **changes})
 
     def of_keys(self, keys: Collection[str]) -> Model:
-        """Returns the model for a file of weights that contains the given keys (names of arrays).
+        """Returns the model for a file that contains these keys (names of arrays).
 
-        `pretrained.load(folder)` creates a model from config.json, and then calls `model.of_keys`.
-        By default, `of_keys` returns the model unchanged. A subclass overrides `of_keys` if
-        config.json does not determine all fields of the model. For example, if a ViT has no
-        classifier, `ViT.of_keys` sets the field `pooler` according to whether the file contains the
-        weights of a pooler.
+        `pretrained.load(folder)` calls it on the model that config.json describes. Override it
+        where config.json does not determine all fields: whether a ViT without a classifier has a
+        pooler, for example, shows only in the weights. The default returns the model unchanged.
         """
         return self
 
     def example(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shape and dtype of an input of the size for which the model was published,
-        with a batch of 1.
+        """Returns the shape and dtype of an input, with a batch of 1 and the published size.
 
-        Pass the result of `example` to `spec`: `model.spec(model.example())`. For a model with
-        several inputs, `example` returns a tuple: `model.spec(*model.example())`.
+        Pass it to `spec`: `model.spec(model.example())`. For a model with several inputs it is a
+        tuple: `model.spec(*model.example())`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no example(self)")
 

@@ -163,16 +163,15 @@ class CLIPText(_Encoder):
         hidden: number of features between the two dense layers of a block's MLP.
         vocab_size: number of tokens in the vocabulary.
         context: maximum length of a text in tokens.
-        end: the id of the end token. Padding comes after the end token. The features of a text are
-            those at its first end token. If None, the end token is the token with the highest id in
-            the text, as in OpenAI's vocabulary.
-        dim: number of features after the projection. None: there is no projection.
+        end: the id of the end token, before the padding. The features of a text are those at its
+            first end token. None: the token with the highest id in the text, as in OpenAI's
+            vocabulary.
+        dim: number of features after the projection. None: no projection.
         activation: "gelu", or "quick_gelu", which is x * sigmoid(1.702 x).
         epsilon: epsilon of the norms.
 
-    Input: integers [batch, time]. Output: an `Encoded`. `hidden` of the `Encoded` contains the
-    features of all tokens, and `pooled` contains the features of each text. The shape of `pooled`
-    is [batch, dim], or [batch, width] without a projection.
+    Input: integers [batch, time]. Output: an `Encoded` with the features of all tokens as `hidden`,
+    and those of each text as `pooled`, [batch, dim], or [batch, width] without a projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language
     Supervision.
@@ -241,9 +240,8 @@ class CLIPVision(_Encoder):
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
 
-    Input: [batch, size, size, 3]. Output: an `Encoded`. `hidden` of the `Encoded` contains the
-    features of all tokens, and `pooled` contains the features of each image. The shape of `pooled`
-    is [batch, dim], or [batch, width] without a projection.
+    Input: [batch, size, size, 3]. Output: an `Encoded` with the features of all tokens as `hidden`,
+    and those of each image as `pooled`, [batch, dim], or [batch, width] without a projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language
     Supervision.
@@ -358,24 +356,26 @@ def _preset(dim, size, width, hidden, heads, depth=12, patch=32, text=(512, 12, 
 
 
 class CLIP(Model):
-    """CLIP: an encoder of images and an encoder of texts, trained so that an image and its
-    description have similar features.
+    """An encoder of images and one of texts, whose features are similar where the text describes
+    the image.
+
+        model, params, _ = pretrained.load("openai/clip-vit-base-patch32")
+        probabilities = jax.nn.softmax(model(params, images, tokens))                          # [images, texts]
+        features = model.image_features(params, images), model.text_features(params, tokens)
+
+    To classify an image without training, pass one text for each class, and take the softmax over
+    texts. To find the image that matches a text, take it over images.
 
     Args:
         text: the encoder of texts, with a projection.
-        vision: the encoder of images, with a projection to as many features as the encoder of texts
-            has.
+        vision: the encoder of images, with a projection to as many features.
 
     Inputs:
         images: [images, size, size, 3].
         tokens: integers [texts, time]; each text has an end token.
 
-    Output: logits [images, texts]. Each logit is the cosine similarity between the features of an
-    image and of a text, multiplied by exp(`logit_scale`). `logit_scale` is a parameter. To classify
-    an image without training, pass one text for each class and use a softmax over texts. To find
-    the image that matches a text, use a softmax over images.
-
-        images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features, tokens)))
+    Output: logits [images, texts], the cosine similarity of each image's and each text's features,
+    multiplied by exp(`logit_scale`), a parameter.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language
     Supervision.

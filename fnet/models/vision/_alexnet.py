@@ -19,8 +19,8 @@ class AlexNet(Model):
 
     Args:
         classes: number of logits.
-        width: number of channels of the first convolution. The second to fifth convolutions have 3,
-            6, 4 and 4 times as many channels as the first.
+        width: number of channels of the first convolution. The second to fifth have 3, 6, 4 and 4
+            times as many.
         hidden: number of output features of each of the first two dense layers.
         dropout: dropout rate before each of the first two dense layers.
 
@@ -28,8 +28,8 @@ class AlexNet(Model):
     [batch, classes].
 
     Source: Krizhevsky (2014), One weird trick for parallelizing convolutional neural networks,
-    footnote 1. The original AlexNet is described in Krizhevsky, Sutskever and Hinton (2012),
-    ImageNet Classification with Deep Convolutional Neural Networks.
+    footnote 1. The original: Krizhevsky, Sutskever and Hinton (2012), ImageNet Classification with
+    Deep Convolutional Neural Networks.
 
     >>> model = models.AlexNet.preset("alexnet")
     >>> nn.count_parameters(model.spec(model.example()).params)

@@ -68,25 +68,21 @@ def convnext_block(scope, x):  # [batch, height, width, features]
 
 
 class ConvNeXt(Model):
-    """A convolutional network whose blocks resemble the blocks of a transformer.
+    """A convolutional network whose blocks resemble those of a transformer.
 
-    A block consists of a 7 x 7 depthwise convolution, a LayerNorm, and two dense layers with GELU.
+    A block is a 7 x 7 depthwise convolution, a LayerNorm, and two dense layers with GELU.
 
     Args:
         depths: number of blocks in each of the four stages.
         widths: number of features in each stage.
-        classes: number of logits. If `classes` is None, the model has no last layer, and its output
-            is an `Encoded`.
+        classes: number of logits. None: no last layer, and an `Encoded` as output.
         patch: kernel size and stride of the first convolution.
-        epsilon: epsilon of the last LayerNorm. All LayerNorms before the last one have an epsilon
-            of 1e-6.
+        epsilon: epsilon of the last LayerNorm. All others have 1e-6.
 
-    Input: [batch, height, width, 3]. Height and width are multiples of 32. For pretrained weights,
-    height and width are 224.
-    Output: logits [batch, classes], or an `Encoded` if `classes` is None. The attribute `hidden` of
-    the `Encoded`, [batch, height / 32, width / 32, features], is the output of the last block. The
-    attribute `pooled` of the `Encoded`, [batch, features], is the mean of `hidden` over positions,
-    normalized by the last norm.
+    Input: [batch, height, width, 3], with height and width multiples of 32, and 224 for pretrained
+    weights. Output: logits [batch, classes]; or an `Encoded`, with the output of the last block as
+    `hidden`, [batch, height / 32, width / 32, features], and its mean over positions, normalized by
+    the last norm, as `pooled`, [batch, features].
 
     Source: Liu et al. (2022), A ConvNet for the 2020s, table 9.
 

@@ -37,14 +37,13 @@ BICUBIC = ImageInput(resize=256, resample="bicubic")
 class DeiT(ViT):
     """A vision transformer with a class token and a distillation token.
 
-    The model computes logits from the class token and logits from the distillation token, each with
-    a linear layer of its own, and returns the mean of both. The logits of the distillation token
-    were trained to predict the labels that a convolutional network, the teacher, computes.
+    Each token has its own linear layer for logits, and the output is the mean of both. Those of the
+    distillation token were trained to predict the labels of a convolutional network, the teacher.
 
     Args:
         width, depth, heads, classes, patch, size, hidden, pooler, dropout, epsilon: as in `ViT`.
-        teacher: whether the model also computes logits from the distillation token. If False, the
-            output of the model is computed from the class token alone.
+        teacher: whether the distillation token has logits, too. If not, the output comes from the
+            class token alone.
 
     Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` if `classes` is
     None.

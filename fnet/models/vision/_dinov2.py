@@ -93,25 +93,24 @@ def _ratio(model):
 
 
 class DINOv2(ViT):
-    """A vision transformer trained without labels.
+    """A vision transformer trained without labels, for classification, retrieval and dense
+    prediction.
 
-    The features of DINOv2 are used for classification, retrieval and dense prediction. Unlike
-    `ViT`, `DINOv2` multiplies the output of each residual branch by a learned scale for each
-    feature (layer scale). In the largest preset, the MLPs have a gate (SwiGLU). The input of the
-    classification layer is the class token concatenated with the mean of the other tokens.
+    Unlike in `ViT`, the output of each residual branch has a learned scale for each feature (layer
+    scale). MLPs of the largest preset have a gate (SwiGLU). The classification layer sees the class
+    token concatenated with the mean of the other tokens.
 
     Args:
         width, depth, heads, patch, size, dropout, epsilon: as in `ViT`.
-        classes: number of logits. If `classes` is None, the model has no classification layer, and
-            its output is an `Encoded`.
+        classes: number of logits. None: no classification layer, and an `Encoded` as output.
         hidden: number of features between the two dense layers of a block's MLP.
         gated: whether the MLPs have a gate with SiLU.
-        interpolate: whether the model accepts images of other sizes than `size`. For images of
-            other sizes, the position embeddings are interpolated as in PyTorch.
+        interpolate: whether the model accepts images of other sizes than `size`, by interpolating
+            the position embeddings as PyTorch does.
 
-    Input: [batch, size, size, 3]. With `interpolate`, height and width may be any multiples of
-    `patch`. Output: logits [batch, classes]. If `classes` is None, the output is an `Encoded`, with
-    all tokens as `hidden` and the class token as `pooled`.
+    Input: [batch, size, size, 3]; with `interpolate`, height and width are any multiples of
+    `patch`. Output: logits [batch, classes], or an `Encoded` with all tokens as `hidden` and the
+    class token as `pooled`.
 
     Source: Oquab et al. (2023), DINOv2: Learning Robust Visual Features without Supervision.
 

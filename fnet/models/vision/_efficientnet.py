@@ -114,26 +114,21 @@ def _timm():
 class EfficientNet(Model):
     """A convolutional network of inverted residual blocks with squeeze and excitation.
 
-    The presets efficientnet_b0 to efficientnet_b4 differ in the width and depth of the network and
-    in the size of the images.
+    The presets efficientnet_b0 to efficientnet_b4 grow in width, depth and the size of the images.
 
     Args:
-        width: factor by which the number of channels of each layer is multiplied. The number of
-            channels is rounded to a multiple of 8.
-        depth: factor by which the number of blocks of each stage is multiplied. The result is
-            rounded up.
+        width: factor of the number of channels of each layer, which is rounded to a multiple of 8.
+        depth: factor of the number of blocks of each stage, which is rounded up.
         classes: number of logits.
         size: height and width of the images with which pretrained weights were trained. The model
             also accepts images of other sizes.
-        lite: whether the network is EfficientNet-Lite, which has ReLU6 instead of SiLU, and no
-            squeeze and excitation. In EfficientNet-Lite, `width` does not affect the first and the
-            last convolution, and `depth` does not affect the first and the last stage.
-        padding: how the input of a convolution with stride 2 is padded with zeros. With
-            "symmetric", the padding has the same number of zeros at the start and at the end of an
-            axis, as in most of timm's models. With "after", the padding has one more zero at the
-            end of an axis than at the start, as in transformers. With "same", axes of even length
-            are padded as with "after", and axes of odd length as with "symmetric", as in
-            TensorFlow.
+        lite: whether the network is EfficientNet-Lite: ReLU6 instead of SiLU, no squeeze and
+            excitation, no effect of `width` on the first and the last convolution, and none of
+            `depth` on the first and the last stage.
+        padding: where a convolution with stride 2 pads zeros: "symmetric", as many at the start of
+            an axis as at its end, as in most of timm's models; "after", one more at the end, as in
+            transformers; or "same", "after" for axes of even length and "symmetric" for odd ones,
+            as in TensorFlow.
         centered: indices of the blocks whose padding is symmetric although `padding` is "after".
         dropout: dropout rate before the last layer.
         epsilon: epsilon of BatchNorm.

@@ -89,9 +89,8 @@ class MobileNetV2(Model):
 
     Args:
         classes: number of logits.
-        width: factor by which the number of channels of each layer is multiplied. The resulting
-            number of channels is rounded to a multiple of 8. The last layer always has at least
-            1,280 inputs.
+        width: factor of the number of channels of each layer, which is rounded to a multiple of 8.
+            The last layer always has at least 1,280 inputs.
         dropout: dropout rate before the last layer.
 
     Input: [batch, height, width, 3]; for pretrained weights, height and width are 224. Output:

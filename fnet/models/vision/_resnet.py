@@ -61,7 +61,9 @@ _TIMM = {
 class ResNet(Model):
     """A residual network for large images.
 
-    The layers are a 7 × 7 convolution with stride 2, 3 × 3 max-pooling with stride 2, stages of
+        model = models.ResNet.preset("resnet50", classes=10)
+
+    A 7 × 7 convolution with stride 2 and 3 × 3 max-pooling with stride 2 come first, then stages of
     residual blocks, the mean over all positions, and a dense layer. Each stage after the first
     halves the resolution and doubles the channels.
 
@@ -71,19 +73,18 @@ class ResNet(Model):
             instead of two.
         classes: number of logits.
         width: number of channels of the first stage's 3 × 3 convolutions.
-        version: "v1" or "v1.5". In a bottleneck that halves the resolution, one of the three
-            convolutions has stride 2. With "v1", the first convolution has stride 2, as in the
-            paper and Keras. With "v1.5", the 3 × 3 convolution has stride 2, as in torchvision. The
-            accuracy of ResNet version 1.5 is about half a percent higher than that of version 1.
-        use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but the
-            weights of Keras include such biases.
+        version: where a bottleneck that halves the resolution has stride 2: in the first
+            convolution ("v1", as in the paper and Keras), or in the 3 × 3 convolution ("v1.5", as
+            in torchvision), which is about half a percent more accurate.
+        use_bias: whether convolutions have a bias. It has no effect before BatchNorm, but the
+            weights of Keras include it.
         epsilon: epsilon of BatchNorm.
 
     Input: [batch, height, width, 3]; for pretrained weights, height and width are 224. Output:
     [batch, classes].
 
-    Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1. Source of
-    version 1.5 of ResNet: Gross and Wilber (2016), Training and investigating Residual Nets.
+    Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1. Version 1.5:
+    Gross and Wilber (2016), Training and investigating Residual Nets.
 
     >>> from fnet import models
     >>> model = models.ResNet.preset("resnet18", classes=10)
@@ -174,20 +175,17 @@ class ResNet(Model):
 
 
 class ResNet9(Model):
-    """A small residual network for 32 × 32 images. The accuracy of ResNet9 on CIFAR-10 is 94 %
-    after a few dozen epochs.
+    """A small residual network for 32 × 32 images: 94 % accuracy on CIFAR-10 in a few dozen epochs.
 
-    Each of the four stages has a 3 × 3 convolution, BatchNorm and ReLU. All stages of ResNet9
-    except the first also have max-pooling. The second and the last stage of ResNet9 end with a
-    residual block, which contains two more convolutions with BatchNorm and ReLU. The input of the
-    last layer is the maximum over all positions.
+    Each of its four stages has a 3 × 3 convolution, BatchNorm and ReLU, and max-pooling except in
+    the first. The second and the last stage end with a residual block of two more such
+    convolutions. The last layer sees the maximum over all positions.
 
     Args:
         classes: number of logits.
-        width: number of channels of the first stage. Each later stage has twice as many channels as
-            the previous stage.
-        scale: factor by which the logits are multiplied, which keeps the softmax smooth early in
-            training.
+        width: number of channels of the first stage. Each later stage has twice as many as the one
+            before.
+        scale: factor of the logits, which keeps the softmax smooth early in training.
 
     Input: [batch, height, width, channels]; 32 × 32 × 3 in the original network. Output: [batch,
     classes].

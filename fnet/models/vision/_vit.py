@@ -156,27 +156,26 @@ _KINDS = {"ViTForImageClassification": dict(classes=...), "ViTModel": dict(class
 
 
 class ViT(Model):
-    """A vision transformer: patches, a class token, learned positions, a transformer's encoder, and
-    a dense layer.
+    """A vision transformer: patches, a class token, learned positions, encoder blocks and a dense
+    layer.
 
     Args:
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width.
-        classes: number of logits. If `classes` is None, the model has no classification layer, and
-            its output is an `Encoded` (the features of the tokens).
+        classes: number of logits. None: no classification layer, and an `Encoded` as output.
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
         hidden: number of features between the two dense layers of a block's MLP. Default: four
             times the width.
-        pooler: whether a model with `classes=None` has a pooler. The pooler applies a dense layer
-            and tanh to the class token.
+        pooler: whether a model with `classes=None` has a pooler, a dense layer and tanh on the
+            class token.
         dropout: dropout rate after the position embeddings, after attention and after each dense
             layer of the blocks.
         epsilon: epsilon of the norms.
 
     Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` (the features of
-    the tokens) if `classes` is None.
+    the tokens).
 
     Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. The presets Ti and
     S are from Touvron, Cord, Douze, Massa, Sablayrolles and Jégou (2021), Training data-efficient
