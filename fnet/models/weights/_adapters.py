@@ -84,8 +84,7 @@ _IRRELEVANT = (
 def load_adapter(
     model: Model, params: Mapping, path: str | os.PathLike, *, names: str = "huggingface"
 ) -> dict:
-    """Reads a LoRA adapter that was saved by PEFT, and applies it to the parameters of its base
-    model.
+    """Reads a LoRA adapter that PEFT saved, and applies it to the parameters of its base model.
 
         params, _ = pretrained.load("smollm-135m")
         adapted = pretrained.load_adapter(model, params, "path/to/adapter")
@@ -95,19 +94,18 @@ def load_adapter(
         model: the base model.
         params: the parameters of the base model. Kernels may be quantized.
         path: the folder with adapter_config.json and adapter_model.safetensors.
-        names: the framework that defines the names of the modules in the adapter. The framework is
-            a key of the model's `NAMES`, such as "torchvision" for a ResNet. Default:
-            "huggingface".
+        names: the framework that defines the names of the modules in the adapter, a key of the
+            model's `NAMES`, such as "torchvision" for a ResNet. Default: "huggingface".
 
     Returns:
         The parameters, in which the leaves that the adapter changes are `compress.LowRank`.
 
     Raises:
         FileNotFoundError: a file of the adapter is missing.
-        ValueError: the adapter is for another model, or uses features of PEFT that are not plain
-            LoRA, such as DoRA or an initialization that changes the base weights (PiSSA). Every
-            field of adapter_config.json is either used, or known to have no effect on a trained
-            adapter, or an error that names it.
+        ValueError: the adapter is for another model, or is not plain LoRA, such as DoRA or an
+            initialization that changes the base weights (PiSSA). A field of adapter_config.json
+            that is neither used nor known to have no effect on a trained adapter is an error that
+            names it.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -180,30 +178,29 @@ def save_adapter(
     prefix: str | None = None,
     names: str = "huggingface",
 ) -> Path:
-    """Writes the `compress.LowRank` leaves of a tree of parameters as a LoRA adapter in the file
-    format of PEFT.
+    """Writes the `compress.LowRank` leaves of a tree of parameters as a LoRA adapter for PEFT.
 
-    `save_adapter` is the inverse of `load_adapter`.
+        pretrained.save_adapter(model, adapted, "adapter", base="HuggingFaceTB/SmolLM-135M")
 
     Args:
         model: the base model.
         params: the parameters of the base model, with `LowRank` leaves.
         path: the folder to write.
-        base: the name of the base model on Hugging Face's hub, which is written to
-            adapter_config.json. Default: null is written.
-        prefix: the prefix of the names of modules. PEFT expects the prefix of the transformers
-            class to which the adapter is applied, such as "transformer." for GPT2LMHeadModel and ""
-            for GPT2Model. By default, the names have the prefix of a transformers class with a
-            head, such as GPT2LMHeadModel.
+        base: the name of the base model on Hugging Face's hub, for adapter_config.json. Default:
+            null is written.
+        prefix: the prefix of the names of modules, which PEFT expects to be that of the
+            transformers class to which the adapter is applied, such as "transformer." for
+            GPT2LMHeadModel and "" for GPT2Model. Default: that of a class with a head, such as
+            GPT2LMHeadModel.
         names: as for `load_adapter`.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: the parameters have no `LowRank` leaf, PEFT cannot represent a `LowRank` leaf
-            (for example that of a depthwise convolution), or the model does not support the given
-            `prefix` or `names`.
+        ValueError: the parameters have no `LowRank` leaf, PEFT cannot represent one of them (for
+            example that of a depthwise convolution), or the model does not support this `prefix` or
+            `names`.
 
     >>> import tempfile
     >>> from fnet import compress

@@ -61,14 +61,14 @@ _FORMATS = {"Q8_0": Int8(32), "Q4_0": Int4(32)}
 
 
 def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
-    """Reads a Decoder from a GGUF file of llama.cpp.
+    """Reads a Decoder from a GGUF file of llama.cpp, with its quantized matrices.
 
         model, params, _ = pretrained.load_gguf("llama-q4_0.gguf")
         logits = ft.use_implicit_arrays(model)(params, tokens)
 
-    Matrices in the formats Q8_0 and Q4_0 remain quantized: they become `compress.Quantized` leaves
-    with the codes and scales of the file. Arrays in other formats, such as Q6_K, are decoded to
-    float32. `load_gguf` does not read the tokenizer that the file contains.
+    Matrices in the formats Q8_0 and Q4_0 stay quantized, as `compress.Quantized` leaves with the
+    codes and scales of the file. Other formats, such as Q6_K, are decoded to float32. The tokenizer
+    in the file is not read.
 
     Args:
         path: a *.gguf file whose architecture is "llama".

@@ -17,19 +17,20 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's constants
 
 @dataclasses.dataclass(frozen=True)
 class ImageInput:
-    """The image preprocessing that the publisher of pretrained weights used to evaluate the
-    weights.
+    """The preprocessing with which the publisher of weights evaluated them.
+
+        prepare = model.NAMES["torchvision"].image                              # or models.ImageInput.read(folder)
+        x = prepare.normalize(prepare.crop(photo))[None]                        # [1, height, width, 3]
 
     Args:
         size: height and width of the network's input in pixels.
-        resize: length in pixels to which the shorter side of a photo is scaled before the center is
-            cropped. None: the photo is scaled to the size of the input without preserving its
-            aspect ratio.
-        resample: the interpolation method for scaling, "bilinear" or "bicubic".
-        mean, std: mean and standard deviation of each channel of the scaled pixel values. The
-            channels are in the order `order`.
-        scale: factor by which pixel values are multiplied: 1 / 255 for inputs in 0..1, or 1 for
-            inputs in 0..255.
+        resize: length in pixels to which the shorter side of a photo is scaled before its center is
+            cropped. None: the photo is scaled to the size of the input, without keeping its aspect
+            ratio.
+        resample: the interpolation, "bilinear" or "bicubic".
+        mean, std: mean and standard deviation of each channel of the scaled pixel values, in the
+            order `order`.
+        scale: factor of the pixel values: 1 / 255 for inputs in 0..1, or 1 for inputs in 0..255.
         order: order of the channels in the network's input, "rgb" or "bgr".
 
     >>> import numpy as np
@@ -49,17 +50,16 @@ class ImageInput:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> ImageInput:
-        """Reads the preprocessing from a folder of weights, from preprocessor_config.json (of
+        """Reads the preprocessing of a folder of weights, from preprocessor_config.json (of
         transformers) or from a config.json of timm.
 
             prepare = models.ImageInput.read("path/to/folder")
             x = prepare.normalize(prepare.crop(photo))[None]                        # [1, height, width, 3]
 
         Raises:
-            FileNotFoundError: the folder has neither a preprocessor_config.json nor a config.json
-                of timm.
-            ValueError: a field has a value that `ImageInput` does not support. The error message
-                names the field.
+            FileNotFoundError: the folder has neither file.
+            ValueError: a field has a value that `ImageInput` does not support; the message names
+                the field.
         """
         from fnet.models.weights._json import read
 
@@ -76,8 +76,9 @@ class ImageInput:
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
-        """Returns the preprocessing for the input size `size`. The field `resize` is scaled in
-        proportion to `size`, so that the center crop covers the same fraction of a photo."""
+        """Returns the preprocessing for the input size `size`, with `resize` in proportion, so that
+        the crop covers the same fraction of a photo.
+        """
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 
@@ -107,9 +108,9 @@ class ImageInput:
     def rgb(photo: Any) -> Any:
         """Converts a `PIL.Image` to RGB with 8 bits for each channel.
 
-        Palettes, CMYK and gray levels of 8 bits are converted by Pillow, and an alpha channel is
-        dropped. Gray levels of 16 bits are scaled from 0..65535 to 0..255; Pillow would clip them
-        at 255, so that the image becomes white.
+        Pillow converts palettes, CMYK and gray levels of 8 bits; an alpha channel is dropped. Gray
+        levels of 16 bits are scaled from 0..65535 to 0..255, where Pillow would clip them at 255
+        and turn the image white.
 
         Raises:
             ValueError: the image has 32-bit integers or floating-point numbers, whose range is
@@ -131,10 +132,8 @@ class ImageInput:
         return photo.convert("RGB")
 
     def normalize(self, pixels: np.ndarray) -> np.ndarray:
-        """Converts uint8 pixels [..., 3] to the network's input, a float32 array.
-
-        `pixels` is a NumPy or JAX array. The channels of `pixels` are in the order red, green,
-        blue.
+        """Converts uint8 pixels [..., 3], a NumPy or JAX array in the order red, green, blue, to
+        the network's input, a float32 array.
         """
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)

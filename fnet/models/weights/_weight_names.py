@@ -1,19 +1,19 @@
-"""Rules for the names of a model's arrays in the files of other frameworks, used for reading and
-for writing.
+"""Rules for the names of a model's arrays in the files of other frameworks, for reading and
+writing.
 
-A `Rule` connects the path of an array in fnet with its key in the file, and states the change of
-the array's layout:
+A `Rule` connects the path of an array in fnet with its key in the file, and states how its layout
+changes:
 
     Rule("stage{s}/block{b}/conv1/kernel", "layer{s}.{b}.conv1.weight", CONV)
 
-A placeholder in braces, such as `{s}`, matches an integer in the path. In the key (the name in the
-file), `{s}` is replaced by this integer, and `{s:letter}` is replaced by a letter ("a" for 0, "b"
-for 1). A placeholder in the key may add a constant to the integer, or subtract a constant, for
-example `{s+1}` or `{s-1:letter}`. In fnet, the arrays of all layers of an `nn.Stack` are one array,
-whose leading axis is the layer index. In the file, each layer has its own array. Therefore, for an
-array of an `nn.Stack`, the key in the file contains a placeholder for the layer index, but the path
-in fnet contains none. If a rule has several paths for one key, the array in the file is split along
-its last axis into the arrays in fnet, for example into query, key and value.
+A placeholder such as `{s}` matches an integer in the path. In the key, `{s}` is this integer,
+`{s:letter}` a letter ("a" for 0, "b" for 1), and `{s+1}` or `{s-1:letter}` adds or subtracts a
+constant first.
+
+An `nn.Stack` keeps an array of all its layers as one, with the layer's index as leading axis, while
+the file has one array for each layer. A placeholder that only the key contains is that index.
+Several paths for one key, such as query, key and value, split the array of the file along its last
+axis.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from fnet.models.weights._images import ImageInput
 
 
 class Layout(NamedTuple):
-    """A reversible change of an array's layout, that is, of the order and the splitting of its
-    axes.
+    """A reversible change of an array's layout: the order and the splitting of its axes.
 
-    `ours` converts an array from the layout of the file to the layout of fnet, and `theirs` is the
-    inverse. `ours` and `theirs` return views.
+    `ours` converts from the layout of the file to that of fnet, `theirs` converts back. Both return
+    views.
 
     >>> transpose = Layout("transpose", lambda x: x.T, lambda x: x.T)
     >>> transpose.ours(np.ones((10, 64))).shape                # [out, in] in the file, [in, out] in fnet
@@ -50,10 +49,10 @@ def _swap(array):
 
 
 def flattened(height: int, width: int) -> Layout:
-    """Returns the layout of the kernel of a dense layer whose input is a flattened image.
+    """Returns the layout of a dense layer's kernel whose input is a flattened image.
 
-    The kernel has the shape [out, c * h * w] in the file and [h * w * c, out] in fnet, for images
-    of height h, width w and c channels.
+    The file has it as [out, c * h * w], fnet as [h * w * c, out], for images of height h, width w
+    and c channels.
 
     >>> flattened(7, 7).ours(np.ones((10, 3 * 7 * 7))).shape
     (147, 10)
@@ -111,20 +110,17 @@ DEPTHWISE = Layout("depthwise", _swap, _swap)  # [*window, in, 1], Keras
 class Rule:
     """Connects a key (the name of an array) in a file with the path of this array in fnet.
 
-    If a rule has several paths for one key, the array in the file is split along its last axis into
-    the arrays of these paths.
+        Rule("blocks/fc/kernel", "layers.{i}.fc.weight", DENSE)
 
     Args:
-        ours: the path or paths in fnet. A path may contain placeholders in braces for integers,
-            such as `{s}` in "stage{s}".
-        theirs: the key (array name) in the file, which may contain the same placeholders as the
-            path, such as `{s}`. If the path in fnet lacks a placeholder of the key, this
-            placeholder stands for an index along a leading axis of the array in fnet, such as the
-            layer index in an `nn.Stack`.
+        ours: the path in fnet, where a placeholder in braces, such as `{s}` in "stage{s}", stands
+            for an integer. Several paths split the array of the file along its last axis.
+        theirs: the key in the file, with the placeholders of the path. One that the path lacks
+            stands for an index along a leading axis of fnet's array, such as the layer index in an
+            `nn.Stack`.
         layout: the change of layout between the file and fnet. Default: no change.
-        beside: `Spare` objects, which describe keys that the file may contain although the model
-            does not need them. The key in a `Spare` object may contain the same placeholders as the
-            path in fnet, such as `{s}` in "stage{s}".
+        beside: `Spare` objects for keys that the file may contain although the model does not need
+            them, with the same placeholders.
         layers: the classes of fnet's layers for which the rule is right. Arrays of another of
             fnet's layers are an error, because a shape that fits proves nothing: a ConvTranspose
             with as many outputs as inputs has the kernel of a Conv. Default (): any layer. The
@@ -146,12 +142,10 @@ class Spare:
 
     Args:
         theirs: the key in the file.
-        ours: a path in fnet, with placeholders in braces as in `Rule`, such as `{s}`. If the path
-            of an array matches `ours`, the placeholders in the key `theirs` are replaced by the
-            integers of the path, such as layer numbers. If `ours` is None, the key `theirs`
-            contains no placeholders.
-        write: the array that `save` writes under the key. If `write` is None, `save` does not write
-            the key.
+        ours: a path in fnet with placeholders as in `Rule`. For each array whose path matches, the
+            key has the integers of that path, such as layer numbers, in place of its placeholders.
+            None: the key has no placeholders.
+        write: the array that `save` writes under the key. None: it writes none.
 
     >>> Spare("{s}.bn.num_batches_tracked", "{s}/bn/mean").theirs
     '{s}.bn.num_batches_tracked'
@@ -164,18 +158,17 @@ class Spare:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A second key (name) that a file may contain for the array at the path `ours`. If a file
-    contains an array twice, under two keys, the two arrays must be equal.
+    """A second key (name) for the array at the path `ours`. If a file contains both, the two arrays
+    must be equal.
 
-    `Tied` has no effect if a `Rule` of the model already reads the key `theirs`. Therefore, the
-    same naming rules can be used for models that compute the logits with the embedding table and
-    for models with a separate output layer.
+    It has no effect if a `Rule` of the model already reads the key. So the same rules serve models
+    that compute the logits with the embedding table and models with a separate output layer.
 
     Args:
         theirs: the key in the file.
-        ours: the path of the array in fnet. The model must also have a `Rule` for this path.
+        ours: the path of the array in fnet, for which the model must also have a `Rule`.
         layout: as in `Rule`.
-        write: whether `save` writes the array a second time, under the key `theirs`.
+        write: whether `save` writes the array a second time, under this key.
 
     >>> Tied("lm_head.weight", "embed/embedding").ours
     'embed/embedding'
@@ -191,24 +184,24 @@ class Tied:
 class Names:
     """All naming rules for one class of models and one framework.
 
+        NAMES = {"torch": Names((torch.dense("fc", "layers.0"), torch.dense("head", "layers.2")))}
+
     Args:
-        rules: `Rule`, `Spare` and `Tied` objects in tuples, which may be nested. If several rules
-            match a path, the first rule is used. Naming rules may refer to paths that some
-            configurations of the model do not have. If the layout of an array depends on the model,
-            `rules` is a function that takes the model and returns the tuple of naming rules.
-        prefixes: possible prefixes of the keys (array names in the file). `save` writes the first
-            element of `prefixes` for a model without a head, and the last element for a model with
-            a head.
-        heads: naming rules whose keys (names in the file) are used without any of the `prefixes`,
-            such as the rules for a head after an encoder.
+        rules: `Rule`, `Spare` and `Tied` objects in tuples, which may be nested. Of several rules
+            for a path, the first counts; rules may name paths that some configurations of the model
+            lack. If the layout of an array depends on the model, a function from the model to such
+            a tuple.
+        prefixes: possible prefixes of the keys. `save` writes the first for a model without a head,
+            and the last for one with a head.
+        heads: rules whose keys have none of the `prefixes`, such as those for a head after an
+            encoder.
         aliases: {end of a key in older files: end of the same key in newer files}.
         config: {field of the model: value that the framework's weights require}, for values that
-            cannot be derived from shapes, such as BatchNorm's epsilon.
+            shapes do not show, such as BatchNorm's epsilon.
         metadata: the metadata that `save` writes into the file.
-        image: the image preprocessing that the publisher of the weights used for evaluation, an
-            `ImageInput`.
-        only_named: if True, `save` uses the framework's names only if you select them with `names=`
-            or `like=`.
+        image: the `ImageInput` with which the publisher evaluated the weights.
+        only_named: whether `save` uses these names only if you select them with `names=` or
+            `like=`.
 
     >>> names = models.pretrained.Names((models.pretrained.torch.dense("head", "fc"),), metadata={"format": "pt"})
     """
@@ -236,12 +229,12 @@ class Names:
 class Words:
     """The conventions of a framework for the names and layouts of arrays.
 
-    Each method returns the naming rules for one layer, whose path in fnet is `ours` and whose
-    prefix in the file is `theirs`.
+        torch.dense("fc", "layers.0")          # fc/kernel <-> layers.0.weight, fc/bias <-> layers.0.bias
 
-    `torch` describes PyTorch: kernels have the layouts [out, in] and [out, in, *window], and arrays
-    have names such as weight and running_mean. `keras` describes Keras: kernels have the same
-    layouts as in fnet, and arrays have names such as kernel, gamma and moving_mean.
+    Each method returns the rules for one layer, whose path in fnet is `ours` and whose prefix in
+    the file is `theirs`. `torch` describes PyTorch: kernels are [out, in] and [out, in, *window],
+    and names are such as weight and running_mean. `keras` describes Keras: kernels are as in fnet,
+    and names are such as kernel, gamma and moving_mean.
     """
 
     def __init__(self, join, dense, conv, kernel, bias, norm, count=None):
@@ -253,9 +246,11 @@ class Words:
         return self._affine(ours, theirs, layout or self._dense, (nn.Dense,))
 
     def conv(self, ours: str, theirs: str) -> tuple:
-        """Returns the naming rules for the kernel and the bias of a Conv. For PyTorch, the returned
-        rules are also valid for a DepthwiseConv. They are not valid for a ConvTranspose, whose
-        kernel has another layout."""
+        """Returns the naming rules for the kernel and the bias of a Conv.
+
+        Those of PyTorch also fit a DepthwiseConv, but not a ConvTranspose, whose kernel has another
+        layout.
+        """
         return self._affine(
             ours,
             theirs,
