@@ -1,7 +1,6 @@
-"""Federated averaging: clients train on their own data, and a server combines their changes of the
-parameters.
+"""Federated averaging: clients train on their own data, and a server averages what they change.
 
-A round trains the clients and combines their changes:
+A round is one step of `tr.fit`:
 
     from fnet import federated
 

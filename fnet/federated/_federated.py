@@ -20,16 +20,15 @@ from fnet.training import Mean
 
 @struct.dataclass
 class FederatedState:
-    """The state of the server in federated averaging. `tr.fit` accepts a `FederatedState` as its
-    argument `state`. One step of `tr.fit` is one round of federated averaging.
+    """The state of the server, for `tr.fit`, of which one step is one round.
 
     Fields:
       step: the number of completed rounds, an int32 scalar.
       params: the parameters of the server.
       opt_state: the state of the server's optimizer.
       key: the PRNG key for the random choices of each round: the clients, the order of their
-        examples, and the clients that do not answer.
-      bytes: the number of bytes that the server has sent and received so far, a float32 scalar.
+        examples, and which of them do not answer.
+      bytes: the bytes that the server has sent and received so far, a float32 scalar.
 
     >>> state = federated.init(jax.random.key(0), {"w": jnp.zeros(3)}, optax.sgd(1.0))
     >>> int(state.step), float(state.bytes)
@@ -48,8 +47,8 @@ class Clients:
     """The data of all clients, padded to the same length.
 
     Attributes:
-      data: the examples, a tree of arrays [clients, longest, ...], where `longest` is the largest
-        number of examples of a client.
+      data: the examples, a tree of arrays [clients, longest, ...], where `longest` is the most that
+        a client has.
       sizes: the number of examples of each client, an int32 array [clients].
 
     >>> federated.clients([{"x": np.zeros((3, 2))}, {"x": np.ones((5, 2))}]).sizes.tolist()
@@ -64,8 +63,7 @@ def clients(parts: Sequence[Any]) -> Clients:
     """Combines the data of clients, which may have different numbers of examples.
 
     Args:
-      parts: the data of the clients, a sequence with one tree of arrays for each client. The length
-        of the first axis is the number of examples, and is the same for all arrays of a client.
+      parts: one tree of arrays for each client. The first axis of its arrays counts the examples.
 
     Raises:
       ValueError: there is no client, a client has no examples, or the arrays of a client have
@@ -126,11 +124,11 @@ class Local(NamedTuple):
     """The local training of a client, as two functions.
 
     Attributes:
-      init: a function `init(params) -> carry`. The carry is a tuple of the values that change
-        during the local training. The first item of the carry contains the parameters.
-      step: a function for one update, `step(carry, batch, weight, key, server) -> (carry,
-        metrics)`. `weight`, an array [batch], is 1 for an example and 0 for padding. `server`
-        contains the parameters of the server.
+      init: `init(params) -> carry`. The carry is a tuple of what changes during the local training,
+        the parameters first.
+      step: one update, `step(carry, batch, weight, key, server) -> (carry, metrics)`. `weight`, an
+        array [batch], is 1 for an example and 0 for padding, and `server` has the parameters of the
+        server.
 
     >>> def step(carry, batch, weight, key, server):
     ...     return (carry[0] - 0.5 * ((carry[0] - batch) * weight).sum() / weight.sum(),), {}
@@ -149,20 +147,20 @@ def local(
     clip: float | None = None,
     noise: float = 0.0,
 ) -> Local:
-    """Returns a `Local`: two functions that train a client with an Optax optimizer. Each round of
-    federated averaging initializes the optimizer state of a client again.
+    """Returns a `Local` that trains a client with an Optax optimizer, whose state begins anew in
+    each round.
 
     Args:
-      loss: a function `loss(params, batch, weight, key) -> scalar`, the mean over the examples with
-          weight 1.
+      loss: a function `loss(params, batch, weight, key) -> scalar`, the mean over the examples of
+        weight 1.
       optimizer: the local optimizer, usually `optax.sgd(rate)`.
       proximal: the coefficient mu of FedProx, which adds mu / 2 |w - w_server|^2 to the loss.
-      clip: the norm to which the gradient of each example is clipped, for differential privacy.
-        Noise is also added to the sum of the clipped gradients
-        (`optax.contrib.differentially_private_aggregate`). Clipping and noise protect the examples
-        of a client from the server. fnet does not compute the privacy budget. Default None (no
-        differential privacy).
-      noise: the standard deviation of the noise, as a multiple of `clip`.
+        Default 0.
+      clip: the norm to which the gradient of each example is clipped, for differential privacy;
+        `noise` is then added to the sum (`optax.contrib.differentially_private_aggregate`). Both
+        protect the examples of a client from the server. fnet does not compute the privacy budget.
+        Default None: no differential privacy.
+      noise: the standard deviation of the noise, as a multiple of `clip`. Default 0.
 
     Raises:
       ValueError: `proximal` or `noise` is negative, `clip` is not positive, or `noise` is given
@@ -228,49 +226,43 @@ def fedavg(
 ) -> Callable:
     """Returns one round of federated averaging as a step for `tr.fit`.
 
-    A round draws `sampled` different clients at random, and each of these clients receives the
-    parameters w of the server. Each of the drawn clients trains for `epochs` epochs on its own
-    data. The clients of a round are run by the same methods as the training runs of a
-    `search.population`: vmap, split or loop. After the local training, client k has the parameters
-    w_k. The server's optimizer uses the mean of the differences w_k - w, weighted with the number
-    of examples n_k of each client:
+        round = federated.fedavg(local, data, server=optax.sgd(1.0), sampled=10, epochs=5, batch_size=10)
+
+    A round draws `sampled` different clients at random and sends them the parameters w of the
+    server. Client k trains for `epochs` epochs on its own n_k examples and answers with w_k. The
+    mean of the changes then goes to the server's optimizer, as a gradient:
 
         delta = sum_k n_k (w_k - w) / sum_k n_k,        w = w + server.update(-delta)
 
-    The server's optimizer determines the algorithm: `optax.sgd(1.0)` is FedAvg, `optax.sgd(1.0,
-    momentum=0.9)` is FedAvgM, and `optax.adam(...)` is FedAdam. For FedProx, use `local(...,
-    proximal=mu)`. The server's optimizer can be chained with other Optax transformations, which are
-    then applied to the mean of the clients' parameter changes. FedSGD is the special case in which
-    all clients take part, with `epochs=1` and `batch_size=None`. A round of FedSGD equals one step
-    on a batch that contains the examples of all clients.
+    This optimizer determines the algorithm: `optax.sgd(1.0)` is FedAvg,
+    `optax.sgd(1.0, momentum=0.9)` is FedAvgM, `optax.adam(...)` is FedAdam. Other transformations
+    that are chained to it apply to the mean of the changes. For FedProx, use
+    `local(..., proximal=mu)`. With all clients, `epochs=1` and `batch_size=None`, a round is FedSGD
+    and equals one step on a batch of all examples.
 
     Args:
-      local_step: a `Local`, such as the result of `local`, or a function
-        `(params, batch, weight, key) -> (params, metrics)`.
+      local_step: a `Local`, such as the result of `local`, or a function `(params, batch, weight,
+        key) -> (params, metrics)`.
       data: the data of all clients.
-      server: an Optax optimizer, which updates the server's parameters. The optimizer receives
-        -delta as the gradient, where delta is the weighted mean of the clients' parameter changes.
+      server: the Optax optimizer that updates the server's parameters. It gets -delta as the
+        gradient.
       sampled: the number of clients in a round.
-      epochs: the number of local passes over a client's data. Each pass over the data has a
-          different random order.
-      batch_size: the number of examples in a local batch; None: all examples of a client.
-      dropout: the probability that a client receives the parameters but does not answer. If no
-        client answers, the parameters do not change. A client with a NaN or infinite loss is
-        ignored like a client that does not answer.
-      method: how to run the clients of a round on a device: "auto", "vmap", "split" or "loop", as
-        in `search.population`.
-      devices: the devices over which the clients of a round are distributed; None: the default
-        device. `sampled` must be a multiple of the number of devices. The devices may belong to
-        several processes (`parallel.initialize`). If the devices belong to several processes, each
-        process must pass the same `data` to `fedavg`, and the same `state` to the function that
-        `fedavg` returns. Each process runs the clients of its own devices, and `round` returns the
-        same result in all processes.
+      epochs: the passes over a client's data, each in a different random order. Default 1.
+      batch_size: the examples in a local batch. Default None: all of the client.
+      dropout: the probability that a client receives the parameters but does not answer. A NaN or
+        infinite loss is no answer, either. Without any answer, the parameters do not change.
+        Default 0.
+      method: how a device runs its clients: "auto", "vmap", "split" or "loop", as in
+        `search.population`. Default "auto".
+      devices: the devices over which the clients of a round are distributed, of which `sampled` is
+        a multiple. They may belong to several processes (`parallel.initialize`), which must then
+        pass the same `data` and the same `state`; each runs the clients of its own devices, and all
+        get the same result. Default None: the default device.
 
     Returns:
-      A function `round(state, batch) -> (state, metrics)`. The function ignores `batch`. `metrics`
-      contains the metrics of the local steps. The additional metric "answers" is the number of
-      clients that answered, and the additional metric "megabytes" is the size of all parameters
-      that the server sent and received.
+      A function `round(state, batch) -> (state, metrics)`, which ignores `batch`. `metrics` has
+      those of the local steps, "answers", the number of clients that answered, and "megabytes", the
+      size of all parameters that the server sent and received.
 
     Raises:
       ValueError: an argument is out of range, or this process has none of the devices.

@@ -5,6 +5,8 @@ A population trains like one model:
     init_n, step_n = search.population(init, step)
     state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
     state = tr.fit(step_n, state, batches, steps=1000)
+
+See docs/search.md.
 """
 
 from fnet._moved import moved_from

@@ -29,14 +29,10 @@ class Halving:
 
     Attributes:
       state: the population of the m members that were trained to the end, best first.
-      scores: the scores of the members (training runs) in `state`, an array [m].
-      indices: an array [m], which contains for each member (training run) in `state` the index of
-        its hyperparameters in the argument `hyper` of `halving`.
-      rungs: for each rung (stage of the search), a tuple (number of training runs, number of steps,
-        best score). The number of steps is counted from the start of a training run to the end of
-        the rung.
-      member_steps: the total number of training steps of all training runs in all stages of the
-          search.
+      scores: their scores, an array [m].
+      indices: their indices in the argument `hyper` of `halving`, an array [m].
+      rungs: for each rung (number of members, step at its end, best score).
+      member_steps: the number of steps of all members in all rungs together.
 
     >>> print(search.Halving(None, np.array([0.9]), np.array([3]), ((4, 10, 0.8), (1, 40, 0.9)), 70))
     members  steps  best score
@@ -69,30 +65,26 @@ def halving(
     workdir: str | os.PathLike | None = None,
     **options: Any,
 ) -> Halving:
-    """Successive halving: starts many training runs, and repeatedly stops all but the best of them.
+    """Successive halving: starts many members, and repeatedly stops all but the best.
 
-    A member is a training run of a population, see `population`. The search consists of several
-    stages, which are also called rungs. The first stage of the search trains all n members
-    (training runs) of the population for `first` steps. Each further stage keeps the best 1 / eta
-    of the training runs, and continues these runs up to a step that is eta times the last step of
-    the previous stage. The last stage of the search ends at step `steps`.
+    The search has several rungs. The first trains all n members of a population for `first` steps.
+    Each further rung keeps the best 1 / eta of them and trains these to a step eta times as large,
+    until the last ends at step `steps`.
 
     Args:
       init_n, step_n: the results of `population`.
-      hyper: the hyperparameters of the n members of the population, a tree whose leaves have a
-          leading axis [n].
+      hyper: the hyperparameters, a tree whose leaves have a leading axis [n].
       batches: the batches, as for `tr.fit`.
-      score: a function `score(state)` that returns the scores of the members of a population, an
-        array [members]. A larger score is better; NaN is the worst score.
-      steps: the total number of steps of a training run that is not stopped early.
-      first: the number of steps of the first stage.
-      eta: the reduction factor of successive halving. From one stage (rung) of the search to the
-        next, the number of training runs is divided by eta, and the number of steps is multiplied
-        by eta.
+      score: a function `score(state)` of a population that returns an array [members]. Larger is
+        better; NaN is the worst.
+      steps: the steps of a member that is not stopped early.
+      first: the steps of the first rung.
+      eta: from one rung to the next, the members are divided by eta, and the steps multiplied by
+        it. Default 3.
       key: the PRNG key for `init_n`.
-      workdir: a folder for the checkpoints of each stage, or None. If `workdir` is a folder, an
-        interrupted search can be continued with the same arguments. The folder records what the
-        search was made with, in search.json.
+      workdir: a folder for the checkpoints of each rung, with which an interrupted search can be
+        continued with the same arguments. It records in search.json what the search was made with.
+        Default None.
       **options: options of `tr.fit`, such as progress and log_every.
 
     Returns:
@@ -100,10 +92,9 @@ def halving(
 
     Raises:
       ValueError: `first`, `steps` or `eta` is out of range.
-      ConfigError: `workdir` contains a search with other hyperparameters, other data, another key,
-        or other values of steps, first, eta or nonfinite. A ConfigError is also raised if `init_n`,
-        `step_n` or `score` computes something else than before, as far as the version of JAX is the
-        same.
+      ConfigError: `workdir` has a search with other hyperparameters, other data, another key, or
+        other values of steps, first, eta or nonfinite, or in which `init_n`, `step_n` or `score`
+        computed something else, as far as the version of JAX is the same.
 
     Source: Jamieson and Talwalkar (2016), Non-stochastic Best Arm Identification and Hyperparameter
     Optimization.
@@ -171,32 +162,27 @@ def hyperband(
     workdir: str | os.PathLike | None = None,
     **options: Any,
 ) -> list[Halving]:
-    """Hyperband: runs successive halving (see `halving`) several times, with different numbers of
-    training runs.
+    """Hyperband: runs `halving` several times, with different numbers of members.
 
-    Each run of successive halving is called a bracket. The first bracket starts many training runs,
-    and stops most of them after a few steps. The last bracket starts only a few training runs, and
-    trains all of them for all steps.
+    Each time is a bracket. The first bracket starts many members and stops most of them after a few
+    steps; the last starts a few and trains all of them to the end.
 
     Args:
       init_n, step_n, batches, score, steps, eta, options: as for `halving`.
-      space: the space of the hyperparameters, all of which must be numbers. Each bracket (run of
-        successive halving) uses different random points of `space`.
-      seed: the seed of the random points of `space` and of the PRNG keys of the training runs.
-      most: the largest number of brackets (runs of successive halving). Default None: as many as
-        possible. The number of brackets is limited, because the first stage of each bracket must
-        have at least one step.
-      fixed: a dict of further hyperparameters that have the same value for all training runs, or
-          None.
-      workdir: a folder for the checkpoints, with one subfolder for each bracket, or None.
+      space: the space of the hyperparameters, all of them numbers. Each bracket has its own random
+        points of it.
+      seed: the seed of these points and of the PRNG keys. Default 0.
+      most: the largest number of brackets. Default None: as many as leave each first rung at least
+        one step.
+      fixed: more hyperparameters by name, with one value for all members. Default None.
+      workdir: a folder for the checkpoints, with a subfolder for each bracket. Default None.
 
     Raises:
       ValueError, ConfigError: as for `halving`.
 
     Returns:
-      A list that contains a `Halving` for each bracket. In each `Halving`, the training runs are
-      sorted by score, best first. To find the best training run of all brackets, compare the first
-      element of `scores` of each `Halving`.
+      A list with a `Halving` for each bracket. Its members are sorted, so compare the first of the
+      `scores` of each to find the best of all.
 
     Source: Li et al. (2018), Hyperband: A Novel Bandit-Based Approach to Hyperparameter
     Optimization.

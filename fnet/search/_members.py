@@ -17,18 +17,15 @@ _FIELDS = ("step", "members", "hyper", "diverged")
 
 
 class Population:
-    """The state of a population of n members (training runs). A `Population` is a state for
-    `tr.fit`, and is immutable.
+    """The state of a population of n members: immutable, and a state for `tr.fit`.
 
-    With the method "loop" (see `population`), a step returns a `Population` that stores the state
-    of each member in separate arrays. When the field `members` or the leaves of the `Population`
-    are read, for example for an evaluation or a checkpoint, the arrays of all members are copied to
-    new arrays, as by `jnp.stack`.
+    With the method "loop" (see `population`), a step leaves the state of each member in arrays of
+    its own. Reading `members` or the leaves, for example for an evaluation or a checkpoint, copies
+    them into new arrays, as `jnp.stack` does.
 
     Fields:
       step: the number of completed steps, an int32 scalar.
-      members: the states of all members of the population in one tree, whose leaves have the shape
-          [n, ...].
+      members: the states of all members in one tree, whose leaves are [n, ...].
       hyper: the hyperparameters, a tree of arrays [n, ...].
       diverged: a bool array [n], True for each member that has had a NaN or infinite metric.
 
@@ -54,7 +51,7 @@ class Population:
         return self._members.together() if isinstance(self._members, Separate) else self._members
 
     def replace(self, **changes: Any) -> Population:
-        """Returns a copy of the population in which the given fields have other values."""
+        """Returns a copy in which the given fields have other values."""
         if unknown := changes.keys() - set(_FIELDS):
             raise TypeError(
                 f"Population has no field {', '.join(sorted(unknown))}; it has {', '.join(_FIELDS)}"

@@ -13,19 +13,14 @@ from fnet import parallel
 
 @dataclasses.dataclass(frozen=True)
 class Fits:
-    """The number of members of a population that fit into the memory of one device. `str()` returns
-    one line.
+    """How many members of a population fit into the memory of one device. `str()` returns one line.
 
     Attributes:
-      state: the exact size of the state and the hyperparameters of one member of the population, in
-          bytes.
-      working: the estimated size of the gradients and activations of one training step, for one
-        member (training run) of the population, in bytes.
+      state: the exact size of a member's state and hyperparameters, in bytes.
+      working: the estimated size of a member's gradients and activations in a step, in bytes.
       memory: the memory of the device, in bytes.
-      vmap: the number of members of the population that fit into the memory if all of them run at
-        the same time (methods vmap and split).
-      loop: the number of members of the population whose states fit into the memory if only one
-        member is trained at a time (method loop).
+      vmap: how many members fit if all run at the same time (methods vmap and split).
+      loop: how many members' states fit if one is trained at a time (method loop).
 
     >>> print(search.Fits(4 << 20, 12 << 20, 1 << 30, 57, 202))
     57 members with vmap, 202 one by one (1.0 GiB of memory; each 4.0 MiB of state, 12.0 MiB of activations)
@@ -50,17 +45,14 @@ def fits(init: Callable, step: Callable, hyper: Any, batch: Any, *, devices: Any
     """Estimates how many members of a population fit into the memory of one device, without running
     the step.
 
-    A member is one training run of the population, see `population`. One fifth of the memory is
-    reserved for the runtime and for fragmentation.
+    One fifth of the memory is reserved for the runtime and for fragmentation.
 
     Args:
-      init, step: the functions that initialize and train one member of the population, as for
-          `population`.
-      hyper: the hyperparameters of one member of the population, a tree of arrays or
-          `jax.ShapeDtypeStruct`s.
+      init, step: the functions of one member, as for `population`.
+      hyper: the hyperparameters of one member, a tree of arrays or `jax.ShapeDtypeStruct`s.
       batch: the batch of one step.
-      devices: "local" for this device, or the name of a chip, such as "v5e:1x1" or "T4". The chip
-        does not have to be attached.
+      devices: "local" for this device, or the name of a chip, such as "v5e:1x1" or "T4", which need
+        not be attached. Default "local".
 
     Raises:
       ValueError: the memory of the device is unknown.

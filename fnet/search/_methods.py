@@ -31,8 +31,7 @@ _CLOSE = 1.04  # a method earlier in METHODS is preferred if the times differ by
 
 @dataclasses.dataclass(frozen=True)
 class Methods:
-    """The method by which the members of a population run, and the reason for this method. `str()`
-    returns a table.
+    """The method by which the members of a population run, and why. `str()` returns a table.
 
     Attributes:
       chosen: "vmap", "split" or "loop" (see `population`).

@@ -27,33 +27,26 @@ def evolve(
 ) -> Population:
     """Returns the population after one generation of population-based training (PBT).
 
-    The m members of the population with the lowest scores are replaced (truncation selection),
-    where m is `fraction` of the members, at least one and at most half of them. Each replaced
-    member becomes a copy of one of the population's m best members, drawn at random. The
-    parameters, the optimizer state and the hyperparameters are copied. After a member is copied,
-    each hyperparameter of the copy that is in `space` is changed at random. With probability
-    `resample`, the new value of a hyperparameter is drawn from `space`. A hyperparameter whose new
-    value is not drawn from `space` is multiplied by one of the two `factors` (selected at random),
-    rounded if it is an integer, and clipped to its range. If a member of the population has
-    diverged (NaN or infinite metrics), it is treated as if it had the lowest score, and is not
-    copied unless all members have diverged.
+    The worst `fraction` of the members, at least one and at most half of them, is replaced by
+    copies of as many of the best, drawn at random: parameters, optimizer state and hyperparameters
+    (truncation selection). Then each hyperparameter of a copy that is in `space` changes at random.
+    With probability `resample` it is drawn anew from `space`; otherwise it is multiplied by one of
+    the two `factors`, rounded if it is an integer, and clipped to its range. A diverged member (NaN
+    or infinite metrics) counts as the worst, and is copied only if all have diverged.
 
     Args:
       state: a population, whose `hyper` is a dict.
-      scores: the scores of the n members of the population, an array [n]. A larger score is better;
-        NaN is the worst score.
-      space: a `Space`, which contains a range for each hyperparameter that `evolve` changes at
-        random. Hyperparameters that are not in the space, such as seeds, are copied unchanged.
-      key: a PRNG key. Pass a different key for each generation.
-      fraction: the fraction of the population's members that are replaced by copies of better
-          members, in (0, 0.5].
-      factors: the two numbers by which a hyperparameter can be multiplied.
-      resample: the probability of drawing a new value from the space, in [0, 1].
+      scores: the scores of the n members, an array [n]. Larger is better; NaN is the worst.
+      space: the ranges of the hyperparameters that change. Others, such as seeds, are copied
+        unchanged.
+      key: a PRNG key, a different one for each generation.
+      fraction: the fraction of the members that are replaced, in (0, 0.5]. Default 0.2.
+      factors: the two numbers by which a hyperparameter can be multiplied. Default 0.8 and 1.2.
+      resample: the probability of a new value from the space, in [0, 1]. Default 0.25.
 
     Raises:
-      ValueError: `fraction` or `resample` is out of range, or the population has fewer than two
-        members. ValueError is also raised if a hyperparameter in `space` is a `Choice`, or is not a
-        hyperparameter of the population.
+      ValueError: `fraction` or `resample` is out of range, there are fewer than two members, or a
+        hyperparameter in `space` is a `Choice` or not one of the population.
 
     Source: Jaderberg et al. (2017), Population Based Training of Neural Networks.
 
@@ -109,29 +102,28 @@ def evolve(
 def pbt(
     step_n: Callable, score: Callable, space: Space, *, interval: int, seed: int = 0, **options: Any
 ) -> Callable:
-    """Returns a step for `tr.fit` that trains a population and calls `evolve` after every
-    `interval` steps.
+    """Returns a step for `tr.fit` that trains a population and calls `evolve` every `interval`
+    steps.
 
         step = search.pbt(step_n, lambda state: accuracy(state), space, interval=200)
         state = tr.fit(step, init_n(key, hyper), batches, steps=2000, workdir="runs/pbt")
 
-    The steps between two calls of `evolve` are called a generation. The random choices of a call of
-    `evolve` depend only on `seed` and on the number of the step. Therefore, a run that is
-    interrupted at any step and then resumed has the same results as an uninterrupted run, bit for
-    bit.
+    The steps between two calls of `evolve` are a generation. Its random choices depend only on
+    `seed` and the number of the step, so a run that is interrupted at any step and resumed ends
+    with the same bits.
 
     Args:
       step_n: the step that `population` returns.
-      score: a JAX function `score(state)` that returns the scores of all n members of the
-        population, an array [n], for example the accuracies on validation data. A larger score is
-        better. `score` is called at the end of each generation.
+      score: a JAX function `score(state)` with the scores of all n members, an array [n], for
+        example their accuracies on validation data. Larger is better. It is called at the end of
+        each generation.
       space: the ranges of the hyperparameters, as for `evolve`.
       interval: the number of steps between two calls of `evolve`.
-      seed: the seed of the random choices of `evolve`.
+      seed: the seed of the random choices. Default 0.
       **options: options of `evolve`.
 
     Raises:
-      ValueError: interval is less than 1.
+      ValueError: `interval` is less than 1.
 
     >>> init_n, step_n = search.population(lambda key, h: {"w": jnp.zeros(())},
     ...     lambda s, b, h: ({"w": s["w"] + h["rate"]}, {}), method="vmap")

@@ -28,8 +28,7 @@ def population(
     devices: Sequence[jax.Device] | None = None,
     own_batches: bool = False,
 ) -> tuple[Callable, Step]:
-    """Converts one training run to a population of n training runs with different hyperparameters
-    and initial values.
+    """Turns one training run into a population of n runs with different hyperparameters and keys.
 
         def init(key, hyper):
             params, _ = model.init(key, x)
@@ -43,48 +42,36 @@ def population(
         state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
         state = tr.fit(step_n, state, batches, steps=1000, workdir="runs/population")
 
-    Each training run of the population is a member. `hyper` may contain any hyperparameter that can
+    Each run is a member. Up to rounding, member i ends where a single run would that starts from
+    `init(jax.random.fold_in(key, i), h)` with its hyperparameters h. These may be anything that can
     be a traced array: the learning rate, the weight decay, the label smoothing, the strength of
-    augmentation, the dropout rate (`nn.Dropout()(scope, x, rate=hyper["dropout"])`) or a seed. Up
-    to rounding, member i has the same results as a single training run that starts from
-    `init(jax.random.fold_in(key, i), h)`, where h contains the i-th value of each hyperparameter.
+    augmentation, the dropout rate (`nn.Dropout()(scope, x, rate=hyper["dropout"])`) or a seed.
 
-    There are three methods to run the members (training runs) of a population: "vmap", "split" and
-    "loop". The method "vmap" runs the step under `jax.vmap`. The method "split" also uses
-    `jax.vmap`, but if each training run has its own convolution kernel, a separate convolution is
-    computed for each training run. The method "loop" runs one compiled program for one training run
-    after another.
+    There are three methods to run the members: "vmap" runs the step under `jax.vmap`; "split" does,
+    too, but computes convolutions whose kernels differ between the members one by one; "loop" runs
+    one compiled program for one member after another. Which is fastest depends on the model and the
+    device: with convolutions on a CPU, "vmap" is several times slower than "loop". So the first
+    call of `step_n` times the methods on copies of the state ("split" only if there are
+    convolutions), and keeps the fastest. `ft.explain(step_n, state, batch)` shows the times, and
+    `tr.fit` stores the choice in its checkpoints, for resumed runs.
 
-    Which of the methods vmap, split and loop is the fastest depends on the model and the device.
-    For example, if each member of the population has its own convolution kernels, `vmap` on a CPU
-    is several times slower than `loop`. With the method "auto", the first call of `step_n` measures
-    the times of the methods on copies of the state ("split" only if the step contains
-    convolutions), and selects the fastest method. `ft.explain(step_n, state, batch)` shows the
-    measured times of the methods. `tr.fit` stores the selected method in its checkpoints, so a
-    resumed run uses the same method.
-
-    If a metric of a member of the population is NaN or infinite, the member is marked in
-    `state.diverged`, and its later metrics are ignored. A member of the population with NaN or
-    infinite metrics does not affect the other members, and `tr.fit` continues.
+    A member with a NaN or infinite metric is marked in `state.diverged`, and its later metrics are
+    ignored. The others are not affected, and `tr.fit` goes on.
 
     Args:
-      init: the function that initializes one member of the population, `init(key, hyper) -> state`.
-      step: the training step of one member of the population, `step(state, batch, hyper) -> (state,
-          metrics)`.
-      method: "auto" (the fastest method), "vmap", "split" or "loop".
-      devices: the devices over which the members (training runs) of the population are distributed.
-        The number of members of the population must be a multiple of the number of devices. If
-        `devices` is None, the whole population runs on the default device.
-      own_batches: whether each member of the population receives its own batch. If `own_batches` is
-        True, the leaves of a batch must have the shape [n, ...], where n is the number of members
-        of the population. If `own_batches` is False, all members of the population receive the same
-        batch.
+      init: initializes one member, `init(key, hyper) -> state`.
+      step: the training step of one member, `step(state, batch, hyper) -> (state, metrics)`.
+      method: "auto" (the fastest), "vmap", "split" or "loop". Default "auto".
+      devices: the devices over which the members are distributed; there must be as many members on
+        each. Default None: all members on the default device.
+      own_batches: whether each member has its own batch: the leaves of a batch are then [n, ...].
+        Default False: all get the same.
 
     Returns:
-      Two functions, (init_n, step_n). `init_n(key, hyper)` returns a `Population`. The leaves of
-      `hyper` must have a leading axis [n]. `step_n(state, batch)` returns (state, metrics). The
-      function `step_n` is compiled on its first call, and donates the state. Each metric that
-      `step_n` returns is a `tr.MemberMean`, whose `result()` is an array [n].
+      Two functions, (init_n, step_n). `init_n(key, hyper)` returns a `Population`, from
+      hyperparameters whose leaves have a leading axis [n]. `step_n(state, batch)` returns (state,
+      metrics). It is compiled on its first call, and donates the state. Each metric is a
+      `tr.MemberMean`, whose `result()` is an array [n].
 
     Raises:
       TypeError: init or step is not a function.
@@ -174,7 +161,7 @@ def members_of(hyper: Any) -> int:
 
 
 def member(state: Population, index: int) -> Any:
-    """Returns the state of one member of a population, for example of the best member.
+    """Returns the state of one member of a population, for example of the best.
 
     >>> init_n, step_n = population(lambda key, hyper: {"w": 2 * hyper}, lambda state, batch, hyper: (state, {}))
     >>> float(search.member(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), 1)["w"])
@@ -187,13 +174,11 @@ def member(state: Population, index: int) -> Any:
 
 
 def take(state: Population, indices: Any) -> Population:
-    """Returns a population of selected members of a given population, with their states and
-    hyperparameters.
+    """Returns a population of some members of another, with their states and hyperparameters.
 
     Args:
       state: a population.
-      indices: the indices of the selected members of the population, an integer array [m]. An index
-          may be repeated.
+      indices: the members to take, an integer array [m]. An index may be repeated.
 
     >>> init_n, step_n = population(lambda key, hyper: {"w": 2 * hyper}, lambda state, batch, hyper: (state, {}))
     >>> search.take(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), [1, 1]).members["w"].tolist()
@@ -207,22 +192,18 @@ def take(state: Population, indices: Any) -> Population:
 
 
 def each_member(measure: Callable) -> Callable:
-    """Returns a function that applies `measure` to each member of a population. The returned
-    function can be
-    passed to `tr.evaluator`.
+    """Returns a function that applies `measure` to each member of a population, for `tr.evaluator`.
 
         evaluate = {"validation": tr.evaluator(search.each_member(measure), data, 500)}
         tr.fit(step_n, state, batches, steps=1000, evaluate=evaluate, best="validation/accuracy/max", ...)
 
     Args:
-      measure: a function of the state of one member of the population, `measure(state, batch) ->
-          metrics`.
+      measure: a function of the state of one member, `measure(state, batch) -> metrics`.
 
     Returns:
-      A function of a `Population` and a batch. Each `tr.mean` in the metrics becomes a
-      `tr.MemberMean`, which is logged as name/mean, name/max, name/min and name/0, name/1, ...
-      Results of `measure` that are not a `tr.mean` have the shape [n, ...], where n is the number
-      of members of the population.
+      A function of a `Population` and a batch. Each `tr.mean` becomes a `tr.MemberMean`, which is
+      logged as name/mean, name/max, name/min and name/0, name/1, ... Other results of `measure`
+      have the shape [n, ...], one row for each of the n members.
 
     >>> measure = search.each_member(lambda state, batch: {"error": tr.mean(jnp.abs(state["w"] - batch))})
     >>> init_n, step_n = population(lambda key, hyper: {"w": hyper}, lambda state, batch, hyper: (state, {}))

@@ -26,10 +26,9 @@ class Cost:
     Attributes:
       flops: the exact number of floating-point operations.
       bytes: the memory for arguments, results and temporaries of the compiled program, in bytes, or
-        None if the program was not compiled.
-      seconds: the time in seconds, or None if it is unknown. If the program was run on this device,
-        `seconds` is the median of the measured times. For another chip, `seconds` is an estimated
-        lower bound (see `cost.roofline`).
+        None if it was not compiled.
+      seconds: the time in seconds, or None if unknown: on this device the median of the measured
+        times, for another chip an estimated lower bound (see `cost.roofline`).
       basis: how `seconds` is known, "measured" or "estimated".
 
     >>> print(search.Cost(2e6, 4e6, 0.005, "measured"))
@@ -58,8 +57,8 @@ def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
     Args:
       f: a JAX function.
       *args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
-      chip: "auto" for this device, or a name in `hardware.chips`.
-      calls: the number of timed calls. An additional first call is not timed.
+      chip: "auto" for this device, or a name in `hardware.chips`. Default "auto".
+      calls: the number of timed calls, after a first one that is not timed. Default 7.
 
     >>> search.cost(lambda x: x @ x, jnp.ones((8, 8))).flops
     1024
@@ -101,20 +100,20 @@ def feasible(
     seconds: float | None = None,
     chip: str = "auto",
 ) -> list[tuple[Mapping[str, Any], Cost]]:
-    """Returns the points (sets of hyperparameters) whose programs stay within given limits, for
-    example all networks that need at most 5 ms on this CPU.
+    """Returns the points whose programs stay within limits, for example all networks that need at
+    most 5 ms on this CPU.
 
     Args:
       points: a list of points, each a dict of hyperparameters, such as `space.sobol(16)`.
       program: a function `program(point) -> (f, args)`. The limits apply to the cost of `f(*args)`.
-      flops: the largest number of floating-point operations, or None for no limit.
-      memory: the largest memory in bytes, or None for no limit.
-      seconds: the largest time in seconds, or None for no limit.
-      chip: the chip, as for `cost`. If `memory` is set, `chip` must be "auto".
+      flops: the largest number of floating-point operations. Default None: no limit.
+      memory: the largest memory in bytes. Default None: no limit.
+      seconds: the largest time in seconds. Default None: no limit.
+      chip: the chip, as for `cost`. With `memory`, it must be "auto". Default "auto".
 
     Returns:
       A list of (point, cost) for the points within the limits, in the order of `points`. Programs
-      with too many FLOPs are not compiled.
+      with too many FLOPs are not even compiled.
 
     Raises:
       ValueError: no limit is set, or `memory` is set for a chip other than "auto".
@@ -147,20 +146,20 @@ def feasible(
 
 
 class Bayesian:
-    """Bayesian optimization of hyperparameters with the tree-structured Parzen estimator of Optuna.
-
-    Bayesian optimization selects the next points of the space (sets of hyperparameters) from the
-    scores of the previous points. `search.Bayesian` needs Optuna (`pip install optuna`).
+    """Bayesian optimization by Optuna's tree-structured Parzen estimator: each point is proposed
+    from the scores of the earlier ones.
 
         search_ = search.Bayesian(space, seed=0)
         for _ in range(20):
             points = search_.ask(8)                        # for a population, or for separate programs
             search_.tell(points, scores)                   # larger is better; NaN is a failure
 
+    It needs `pip install optuna`.
+
     Args:
       space: the space of the hyperparameters.
-      seed: the seed of the sampler. With the same seed and the same scores, `ask` returns the same
-          points, in Optuna 4.9 and in Optuna 5, whose own defaults differ.
+      seed: the seed of the sampler. With the same seed and scores, `ask` returns the same points,
+        in Optuna 4.9 and in Optuna 5, whose own defaults differ. Default 0.
 
     Raises:
       ModuleNotFoundError: Optuna is not installed.
@@ -202,7 +201,7 @@ class Bayesian:
         )
 
     def ask(self, n: int = 1) -> list[dict[str, Any]]:
-        """Returns the next n points (sets of hyperparameters) to evaluate."""
+        """Returns the next n points to evaluate."""
         points = []
         for _ in range(n):
             trial = self._study.ask(self._space)
@@ -211,8 +210,8 @@ class Bayesian:
         return points
 
     def tell(self, points: Sequence[Mapping[str, Any]], scores: Sequence[float]) -> None:
-        """Reports the scores of points. A point need not have been returned by `ask`; for example,
-        it may be a point of an earlier run."""
+        """Reports the scores of points, also of points that `ask` did not return, such as those of
+        an earlier run."""
         for point, score in zip(points, scores, strict=True):
             failed = score != score
             state = (
@@ -232,7 +231,7 @@ class Bayesian:
 
     @property
     def best(self) -> tuple[dict[str, Any], float]:
-        """The point with the best score, and the score of this point."""
+        """The point with the best score, and this score."""
         return dict(self._study.best_params), float(self._study.best_value)
 
 

@@ -40,18 +40,18 @@ _BITS = 30
 
 
 def sobol(n: int, dimensions: int, *, seed: int | None = None, start: int = 0) -> np.ndarray:
-    """Returns points of the Sobol sequence. All coordinates are in [0, 1). The points cover the
-    unit cube more evenly than random points.
+    """Returns points of the Sobol sequence, which cover the unit cube more evenly than random
+    points.
 
     Args:
-      n: the number of points. The points cover the unit cube most evenly if `n` is a power of 2.
+      n: the number of points. A power of 2 covers the cube most evenly.
       dimensions: the number of dimensions, from 1 to 21.
       seed: the seed of a random digital shift, which XORs the binary digits of the coordinates with
-        random digits. The shifted points are still evenly distributed. None: no shift.
-      start: the index of the first point.
+        random ones and keeps the points even. Default None: no shift.
+      start: the index of the first point. Default 0.
 
     Returns:
-      The points, float64 [n, dimensions].
+      The points, float64 [n, dimensions], in [0, 1).
 
     Raises:
       ValueError: the number of dimensions is outside 1 to 21, or n or start is negative.
@@ -101,20 +101,17 @@ class Uniform:
     high: float
 
     def at(self, u: float) -> float:
-        """Maps u in [0, 1] to the range of values: 0 becomes the lowest value, and 1 becomes the
-        highest value."""
+        """Maps u in [0, 1] to a value: 0 to the lowest, 1 to the highest."""
         return float(self.low + u * (self.high - self.low))
 
     def where(self, value: float) -> float:
-        """Maps a value of the hyperparameter to [0, 1]. The method is the inverse of `at`, which
-        maps [0, 1] to the values of the hyperparameter."""
+        """Maps a value to [0, 1], as the inverse of `at`."""
         return (value - self.low) / ((self.high - self.low) or 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform(Uniform):
-    """A hyperparameter in [low, high] whose logarithm is uniformly distributed, such as a learning
-    rate.
+    """A hyperparameter in [low, high] with a uniform logarithm, such as a learning rate.
 
     >>> round(search.LogUniform(0.01, 100).at(0.5), 6)
     1.0
@@ -175,8 +172,8 @@ class Space(dict):
     def random(self, n: int, *, seed: int) -> list[dict[str, Any]]:
         """Returns n independent random points, each a dict of hyperparameters.
 
-        The i-th point depends only on `seed` and i, so a larger `n` adds points and does not change
-        the other points.
+        Point i depends only on `seed` and i, so a larger `n` adds points and leaves the others as
+        they are.
         """
         points = [np.random.default_rng([seed, i]).random(len(self)) for i in range(n)]
         return [self.at(point) for point in points]
@@ -186,8 +183,8 @@ class Space(dict):
         return [self.at(point) for point in sobol(n, len(self), seed=seed)]
 
     def at(self, point: Any) -> dict[str, Any]:
-        """Returns the hyperparameters at a point of the unit cube. `point` contains one coordinate
-        in [0, 1] for each hyperparameter."""
+        """Returns the hyperparameters at a point of the unit cube, which has a coordinate in [0, 1]
+        for each."""
         return {name: kind.at(float(u)) for (name, kind), u in zip(self.items(), point)}
 
     def arrays(self, points: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -195,8 +192,7 @@ class Space(dict):
         or int32.
 
         Raises:
-          TypeError: a value is not a number. A hyperparameter that is not a number needs a separate
-              program for each of its values.
+          TypeError: a value is not a number, so each of its values needs a program of its own.
         """
         for name in self:
             if any(isinstance(point[name], bool | str) or point[name] is None for point in points):
@@ -213,8 +209,7 @@ class Space(dict):
         }
 
     def json(self) -> dict[str, Any]:
-        """Returns the space as a dict of JSON types, in the format of a JSON file that `read`
-        accepts."""
+        """Returns the space as a dict of JSON types, which `read` accepts."""
         names = {kind: name for name, kind in KINDS.items()}
         return {
             name: {
@@ -227,12 +222,10 @@ class Space(dict):
 
     @classmethod
     def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Space:
-        """Reads a space of hyperparameters from a JSON file, or from a dict with the content of
-        such a file.
+        """Reads a space from a JSON file, or from a dict with its content.
 
         Raises:
-          ValueError: the content is not a space of hyperparameters; the message names the invalid
-              hyperparameter.
+          ValueError: this is not a space; the message names the invalid hyperparameter.
           OSError: the file cannot be read.
         """
         if isinstance(source, Mapping):

@@ -46,9 +46,10 @@ def train(
         sum_i w_i loss(model(params, x)_i, y_i) / sum_i w_i
 
     The logged metrics and the evaluations are weighted, too. An example of weight 0 has no
-    influence on any of them, nor on the gradient, as long as its loss is finite; a batch of nothing
-    else has the gradient 0. Only layers that combine the examples of a batch, such as `BatchNorm`,
-    do not know the weights. For any other objective, write your own step and call `fit`.
+    influence on any of them, nor on the gradient, as long as its loss is finite; a batch whose
+    weights are all 0 has the gradient 0. Only layers that combine the examples of a batch, such as
+    `BatchNorm`, do not know the weights. For any other objective, write your own step and call
+    `fit`.
 
     Args:
       model: a layer. `train` initializes it with `model.init` and the `seed`, and calls it as
