@@ -61,9 +61,9 @@ def _rows(plan) -> list[str]:
     """Returns the lines of the table of strategies. How a column's numbers are known stands in its
     head; where that differs from row to row, estimates are marked with `~`."""
     known = [_known(each) for each in plan.candidates]  # [candidate][column]
-    names = ("state MiB", "peak MiB", "sent MiB", "step at best")
+    names = ("state", "peak", "sent", "best time")
     bases = [{row[column][1] for row in known} for column in range(len(names))]
-    heads = [("strategy", *names, "bound", ""), ("", *map(_basis, bases), "", "")]
+    heads = [("strategy", *names, "bound", ""), ("MiB on a chip", *map(_basis, bases), "", "")]
     lines = []
     for each, row in zip(plan.candidates, known):
         cells = [

@@ -168,7 +168,7 @@ def test_pins_where_they_send_less(make, pins):
         sent["fsdp+pins"] < 0.6 * sent["fsdp"] if pins else sent["fsdp"] < 0.5 * sent["fsdp+pins"]
     ), sent
     text = plan.explain()
-    assert text.splitlines()[4].split() == ["exact", "compiled", "compiled", "estimated"]
+    assert text.splitlines()[4].split()[4:] == ["exact", "compiled", "compiled", "estimated"]
     for each in plan.candidates:
         row = rf"^{re.escape(each.strategy)} .* {each.ledger.sent / 2**20:,.2f}  "
         assert re.search(row, text, re.M)
@@ -182,7 +182,7 @@ def test_estimates_beside_compiled_numbers_are_marked():
         plan, candidates=(dataclasses.replace(first, compiled=None), *others)
     )
     known, estimate, compiled = mixed.explain().splitlines()[4:7]
-    assert known.split() == ["exact", *["compiled,", "~", "estimated"] * 2, "estimated"]
+    assert known.split()[4:] == ["exact", *["compiled,", "~", "estimated"] * 2, "estimated"]
     assert estimate.count("~") == 2 and "~" not in compiled
     whole = dataclasses.replace(plan, candidates=(dataclasses.replace(first, persistent=2**30),))
     assert whole.explain().splitlines()[5].split()[1] == "1,024"  # MiB; 99.99 keeps its decimals
