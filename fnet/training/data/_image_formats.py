@@ -29,24 +29,22 @@ _BLOCK = 512  # bytes of a tar header
 
 
 def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.ndarray:
-    """Reads an IDX file (the format of MNIST), which may be compressed by gzip.
+    """Reads an IDX file, the format of MNIST, also one compressed by gzip.
 
-    An IDX file consists of two zero bytes, a type, the number of dimensions, each dimension as a
-    big-endian uint32, and the values in row-major order.
+    IDX is two zero bytes, a type, the number of dimensions, each dimension as a big-endian uint32,
+    and the values in row-major order.
 
     Args:
-        path: the path of the file. A gzip file is recognized by its first bytes, not by its name.
-        max_bytes: the largest allowed size of the values in bytes. Default None: the limit is 1 GiB
-            for an uncompressed file. For a compressed file, the limit is 32 times the file size,
-            but not less than 64 MiB and not more than 1 GiB. The limit `max_bytes` prevents a small
-            compressed file from filling the memory.
+        path: the path of the file. Gzip is recognized by its first bytes, not by its name.
+        max_bytes: the largest allowed size of the values in bytes, so that a small compressed file
+          cannot fill the memory. Default None: 1 GiB for an uncompressed file; 32 times the file
+          size for a compressed one, but not less than 64 MiB and not more than 1 GiB.
 
     Returns:
         An array in native byte order: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        ValueError: the file is not a complete IDX file, or its unpacked size is larger than
-            `max_bytes`.
+        ValueError: the file is not a complete IDX file, or unpacks to more than `max_bytes`.
 
     Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database", section "The IDX file format".
     """
