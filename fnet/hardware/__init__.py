@@ -1,8 +1,13 @@
-"""Chips: their peak rates and the dtypes that suit them.
+"""Chips: their peak rates, and the dtypes that suit them.
 
-For every number that describes a chip, fnet states how the number was obtained: exact, measured,
-published, derived, estimated or unverified. For an unknown chip, fnet does not use the numbers of a
-similar chip.
+    from fnet import hardware as hw
+
+    print(hw.detect())                      # the chip of the first JAX device
+    print(hw.policy("Tesla T4").reason)     # the dtype to train with, and why
+    print(hw.check_devices())               # whether the devices compute what they should
+
+Every number says how it was obtained: exact, measured, published, derived, estimated or unverified.
+An unknown chip does not get the numbers of a similar one. The guide is docs/hardware.md.
 """
 
 from fnet._moved import moved_from

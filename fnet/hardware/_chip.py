@@ -33,8 +33,7 @@ _NAMES = {
 
 
 class FrozenTable(Mapping):
-    """An immutable mapping for the dictionaries of a `Chip`, so that the `Chip` can be hashed,
-    compared and pickled.
+    """An immutable mapping, so that a `Chip` with its tables can be hashed, compared and pickled.
 
     >>> table = hw.FrozenTable({"bf16": 197e12})
     >>> table["bf16"], len({table, hw.FrozenTable({"bf16": 197e12})})
@@ -66,16 +65,17 @@ class FrozenTable(Mapping):
 
 
 class Peak(NamedTuple):
-    """The peak rate of a chip for one dtype.
+    """The peak rate of a chip for one dtype, the result of `Chip.peak`.
 
     Attributes:
         flops: the rate in FLOP/s.
         dtype: the short name of the dtype, such as "bf16".
         basis: how the rate is known, such as "published" (see `Chip.bases`).
-        note: a remark, such as "float32 in 6 bfloat16 passes", or an empty string.
+        note: a remark, such as "float32 in 6 bfloat16 passes", or "".
 
-    >>> hw.chips["TPU v5e"].peaks["bf16"]
-    197000000000000.0
+    >>> peak = hw.chips["TPU v5e"].peak("bfloat16")
+    >>> peak.flops, peak.basis
+    (197000000000000.0, 'published')
     """
 
     flops: float
@@ -85,8 +85,8 @@ class Peak(NamedTuple):
 
 
 class Price(NamedTuple):
-    """A price with its date and source. `usd` is the price in dollars. `per` states what the price
-    is for: an "hour" of use in a cloud, a "chip" or a "system".
+    """A price in dollars (`usd`) with its date and source. `per` says for what: an "hour" in a
+    cloud, a "chip" or a "system".
 
     >>> [price.per for price in hw.chips["TPU v5e"].prices][:1]
     ['hour']
@@ -100,16 +100,15 @@ class Price(NamedTuple):
 
 
 class Quote(NamedTuple):
-    """A published peak rate of a chip or system. `hardware.checks` compares the published peak with
-    the peak that is computed from the chip's units and clock.
+    """A published peak rate, which `hardware.checks` compares with the one computed from units and
+    clock.
 
     Attributes:
         dtype: the short name of the dtype, such as "bf16".
         flops: the peak in FLOP/s.
-        source: where the peak was published.
-        explanation: why the published peak differs from the computed peak, or an empty string.
-        at_boost: whether the peak refers to the boost clock of a CPU. The CPU peaks in `Chip.peaks`
-            refer to the base clock.
+        source: where it was published.
+        explanation: why it differs from the computed peak, or "".
+        at_boost: whether it is for the boost clock of a CPU. `Chip.peaks` are for the base clock.
 
     >>> [quote.dtype for quote in hw.chips["Titan RTX"].quoted][:1]
     ['fp32']
@@ -124,17 +123,16 @@ class Quote(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The links (such as ICI or NVLink) that connect chips. Rates are in bytes/s.
+    """The links (such as ICI or NVLink) that connect chips. Rates are in bytes/s, None if unknown.
 
     Attributes:
         type: the name of the link, such as "ICI".
         count: the number of links of one chip, or None if unknown.
-        each_way: the rate of one link in one direction, or None if unknown.
-        total: the rate of all links of one chip in both directions together, or None if unknown.
+        each_way: the rate of one link in one direction.
+        total: the rate of all links of one chip, both directions together.
         topology: how the chips are connected, or None if unknown.
-        network: the rate in one direction between a chip and the chips of other TPU slices or other
-            machines, or None if unknown. The value of `network` is a rate that cloud providers
-            commonly offer.
+        network: the rate in one direction to the chips of other TPU slices or machines, as cloud
+            providers commonly offer it.
         network_source: where `network` was published.
 
     >>> hw.chips["TPU v5e"].links.type
@@ -152,49 +150,44 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A chip of the catalog.
+    """A chip: its peak rates, memory, links, power and prices, and how each number is known.
 
-    Peaks, memory and bandwidth refer to the whole chip. `chip.per_device` is a `Chip` with the
-    figures of one JAX device. For example, JAX represents a TPU v3 chip as two devices.
+    The numbers are for the whole chip. `chip.per_device` is the part of one JAX device, such as
+    half a TPU v3. A number that is not known is None, or absent from its table.
 
     Attributes:
-        name: the name of the chip in fnet's catalog, or the name that the device reports.
+        name: the name in the catalog, or the one that the device reports.
         kind: "cpu", "gpu" or "tpu".
         vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
-        known: whether the peak rates are known (from the catalog, the instruction set of a CPU, or
-            `measure`). If they are unknown, `peaks` is empty. fnet never uses the peaks of a
-            similar chip instead.
-        year: the year in which the chip was introduced, or None if unknown.
-        device_kinds: the names that JAX reports for devices of this chip
-            (`jax.Device.device_kind`).
-        aliases: further names with which the catalog finds the chip.
+        known: whether there are peak rates, from the catalog, the instruction set of a CPU, or
+            `measure`. Otherwise `peaks` is empty; fnet never uses those of a similar chip.
+        year: the year of its introduction.
+        device_kinds: the names that JAX reports for it (`jax.Device.device_kind`).
+        aliases: further names with which the catalog finds it.
         architecture: the compute capability of an NVIDIA GPU ("9.0"), the gfx name of an AMD GPU
-            ("gfx942"), or the instruction set of a CPU; None if unknown.
-        peaks: the peak rate of matrix products for each dtype, {dtype: rate}, in FLOP/s (for
-            integers, operations/s). The rates are for dense operands and float32 accumulation.
-        memory_bytes: the size of the memory in bytes, or None if unknown.
-        memory_kind: the type of the memory, such as "HBM3", "GDDR6" or "DDR5", or None if unknown.
-        caches: the size of each level of cache, {name: bytes}, with names such as "L2". If each
-            core has its own cache, the size is the sum over all cores of the chip.
-        bandwidth: the rate between the chip and its memory in bytes/s, or None if unknown.
-        links: how chips of this kind are connected, or None.
+            ("gfx942"), or the instruction set of a CPU.
+        peaks: {dtype: rate of matrix products} in FLOP/s (for integers, operations/s), for dense
+            operands and float32 accumulation.
+        memory_bytes: the size of the memory in bytes.
+        memory_kind: "HBM3", "GDDR6", "DDR5" and so on.
+        caches: {level of cache: bytes}, with names such as "L2". If each core has its own, the sum
+            over the cores.
+        bandwidth: the rate between the chip and its memory in bytes/s.
+        links: how chips of this kind are connected, `Links`.
         jax_devices_per_chip: the number of JAX devices that share the chip.
-        power_watts: the published thermal design power in watts, or None if unknown.
-        power_source: where `power_watts` was published.
-        prices: the prices of the chip, `Price` objects.
-        quoted: further published peaks, `Quote` objects. The peak rates in `quoted` come from other
-            sources than those in `peaks`, so the values may differ.
-        explained: the reasons why some values of `peaks` differ from the peaks computed from
-            `units`, {dtype: reason}.
-        units: the hardware data from which peak rates are computed, {name: value}. For example,
-            `units` contains the number of multiprocessors, matrix units or cores, and the clock
-            rate in GHz.
-        bases: how the values of the other attributes were obtained, a dict {name: basis}. A name is
-            the name of an attribute, such as "memory_bytes", or a dtype in `peaks`, such as "bf16",
-            or "clock" for the clock rate in `units`. The basis of a value is "exact", "measured",
-            "published", "derived" (computed from the number of compute units and the clock),
+        power_watts: the published thermal design power in watts.
+        power_source: where it was published.
+        prices: `Price` objects.
+        quoted: peaks that other sources than that of `peaks` state, `Quote` objects. They may
+            differ.
+        explained: {dtype: why the value in `peaks` differs from the one computed from `units`}.
+        units: what peak rates are computed from, {name: value}: the number of multiprocessors,
+            matrix units or cores, the clock in GHz and so on.
+        bases: how the numbers were obtained, {name: basis}. A name is an attribute, such as
+            "memory_bytes", a dtype of `peaks`, such as "bf16", or "clock". A basis is "exact",
+            "measured", "published", "derived" (computed from the number of units and the clock),
             "estimated" or "unverified".
-        sources: where the figures were published.
+        sources: where the numbers were published.
         notes: remarks.
 
     >>> chip = hw.chips["TPU v5e"]
@@ -228,24 +221,21 @@ class Chip:
     notes: str = ""
 
     def basis(self, field: str) -> str:
-        """Returns how a number of the chip was obtained (the basis of the number), such as
-        "measured". `field` is the name of a field of `Chip`, such as "memory_bytes", or, for a peak
-        rate, the name of a dtype, such as "bf16"."""
+        """Returns how a number was obtained, such as "measured". `field` is an attribute, such as
+        "memory_bytes", or the dtype of a peak rate, such as "bf16".
+        """
         return self.bases.get(field, "published" if self.known else "unknown")
 
     def peak(self, dtype: Any, *, precision: Any = None) -> Peak | None:
-        """Returns the peak rate at which JAX computes a matrix product whose operands have the
-        dtype `dtype`.
+        """Returns the peak rate of JAX's matrix products with operands of a dtype.
 
-        By default, JAX computes a float32 matrix product in one bfloat16 pass on a TPU, and in TF32
-        on an NVIDIA chip that supports TF32. With `precision="high"`, a float32 matrix product
-        takes three bfloat16 passes on a TPU. With `precision="highest"`, a float32 matrix product
-        takes six bfloat16 passes on a TPU, and is computed in full float32 on a GPU.
+        That is not always the rate of the dtype: by default, a float32 product is one bfloat16 pass
+        on a TPU, and TF32 on an NVIDIA chip that has it. On a TPU, `precision="high"` takes three
+        passes and "highest" six; on a GPU, "highest" computes in full float32.
 
         Args:
             dtype: a JAX or NumPy dtype, or the short name of a dtype ("bf16", "fp8", ...).
-            precision: the `precision` argument of the matrix product. Default None: JAX's default
-                precision.
+            precision: the `precision` argument of the matrix product. Default None, JAX's default.
 
         Returns:
             A `Peak` of the whole chip, or None if the chip has no rate for `dtype`.
@@ -269,9 +259,9 @@ class Chip:
 
     @property
     def cores(self) -> int | None:
-        """The number of cores as the vendor counts them, or None if unknown. Depending on the chip,
-        a core is a CUDA core, a stream processor, a core of a CPU, a GPU core of a system on a
-        chip, or a TensorCore of a TPU."""
+        """The number of cores as the vendor counts them, or None if unknown: CUDA cores, stream
+        processors, cores of a CPU, GPU cores of a system on a chip, or TensorCores of a TPU.
+        """
         units = self.units
         if "multiprocessors" in units:
             return units["multiprocessors"] * units["fp32_cores"]
@@ -281,8 +271,9 @@ class Chip:
 
     @property
     def per_device(self) -> Chip:
-        """The share of one JAX device: a `Chip` whose peaks, memory and bandwidth are divided by
-        `jax_devices_per_chip`."""
+        """The share of one JAX device: peaks, memory and bandwidth are divided by
+        `jax_devices_per_chip`.
+        """
         n = self.jax_devices_per_chip
         if n == 1:
             return self
@@ -290,11 +281,10 @@ class Chip:
         return dataclasses.replace(self.scaled(1 / n), name=name, jax_devices_per_chip=1)
 
     def chips_of(self, devices: int) -> float:
-        """Returns the number of chips that have the same total peak rate as `devices` JAX devices.
+        """Returns how many chips have the rate of `devices` JAX devices.
 
-        For example, one JAX device of a TPU v3 has half of the chip's rate, so the result is 0.5.
-        On a CPU, the result is at least 1, because a single JAX device can use all threads of the
-        CPU, even if JAX emulates several devices on it.
+        One device of a TPU v3 is 0.5 chips. On a CPU the result is at least 1, because a single JAX
+        device can use all threads, even if JAX emulates several.
         """
         chips = devices / self.jax_devices_per_chip
         return max(1.0, chips) if self.kind == "cpu" else chips
@@ -302,16 +292,14 @@ class Chip:
     def scaled(
         self, compute: float, memory: float | None = None, *, basis: str | None = None
     ) -> Chip:
-        """Returns the chip with its peak rates multiplied by `compute`, and its memory and
-        bandwidth by `memory`.
+        """Returns the chip with its peak rates multiplied by `compute`, its memory and bandwidth by
+        `memory`.
 
         Args:
-            compute: the factor by which the peak rates of the chip are multiplied.
-            memory: the factor by which `memory_bytes` and `bandwidth` are multiplied. Default None:
-                `compute`.
-            basis: how the new peak rates, memory size and bandwidth were obtained, such as
-                "estimated"; stored in `Chip.bases`. Default None: the entries in `Chip.bases` do
-                not change.
+            compute: the factor for the peak rates.
+            memory: the factor for `memory_bytes` and `bandwidth`. Default None: `compute`.
+            basis: how the new numbers were obtained, such as "estimated", for `Chip.bases`. Default
+                None: its entries stay.
         """
         memory = compute if memory is None else memory
         bases = self.bases

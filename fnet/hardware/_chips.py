@@ -34,17 +34,18 @@ class System:
     """Several chips that are sold or rented together, such as a DGX-1, a TPU board or a pod.
 
     Attributes:
-        name: the name of the system in the catalog.
-        chip: the `Chip` of which the system consists.
+        name: the name in the catalog.
+        chip: the `Chip` of which it consists.
         count: the number of chips.
-        year: the year in which the system was introduced, or None if unknown.
+        year: the year of its introduction, or None if unknown.
         quoted: published peaks of the whole system, `Quote` objects.
         prices: prices of the whole system, `Price` objects.
         power_watts: the power of the whole system in watts, or None if unknown.
         power_source: where `power_watts` was published.
 
-    >>> hw.systems["TPU v3-8"].name
-    'TPU v3-8'
+    >>> system = hw.systems["TPU v3-8"]
+    >>> system.count, system.chip.name
+    (4, 'TPU v3')
     """
 
     name: str
@@ -57,8 +58,9 @@ class System:
     power_source: str = ""
 
     def flops(self, dtype: Any) -> float | None:
-        """Returns the peak rate of all chips together in FLOP/s, or None if the chip has no rate
-        for `dtype`."""
+        """Returns the peak rate of all chips together in FLOP/s, or None if they have none for
+        `dtype`.
+        """
         peak = self.chip.peak(dtype)
         return peak and peak.flops * self.count
 
@@ -132,25 +134,22 @@ class _Catalog(Mapping):
 
 
 class Chips(_Catalog):
-    """The catalog of chips: a mapping from names to `Chip`, in the order of the file chips.json.
+    """The catalog: a mapping from names to `Chip`s, in the order of the file chips.json.
 
-    In `chips[name]`, `name` is the name of a chip, an alias of a chip, or a device kind in the
-    catalog. If the name of a chip ends with words in parentheses, such as "TPU v6e (Trillium)", you
-    can omit these words, unless several chips have the same name without them. `chips.find(kind)`
-    also accepts some device kinds that are not in the catalog, such as the device kind of a MIG
-    slice (a part of an NVIDIA GPU).
+    A name in `chips[name]` is that of a chip, an alias, or a device kind of the catalog. Words in
+    parentheses at its end, as in "TPU v6e (Trillium)", may be left out unless several chips share
+    the rest. `chips.find(kind)` also takes some device kinds that are not in the catalog, such as
+    that of a MIG slice, a part of an NVIDIA GPU.
     """
 
     def find(self, kind: str) -> Chip:
         """Returns the chip whose `jax.Device.device_kind` is `kind`.
 
-        For a MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), the result is the chip scaled to the
-        multiprocessors and memory of the slice. "VF" (virtual function) at the end of AMD names is
-        ignored.
+        For a MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), it is scaled to the multiprocessors
+        and the memory of the slice. "VF" (virtual function) at the end of AMD names is ignored.
 
         Raises:
-            KeyError: no chip of the catalog has the device kind `kind`. The message of the KeyError
-                lists the most similar names.
+            KeyError: no chip has this device kind. The message lists the most similar names.
 
         >>> from fnet import hardware as hw
         >>> hw.chips.find("NVIDIA H100 80GB HBM3").name

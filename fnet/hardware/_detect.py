@@ -15,21 +15,17 @@ from fnet.hardware._cpu import CPU, read_cpu
 def detect(device: Any = None) -> Chip:
     """Returns the chip of a JAX device.
 
-    If only a part of a chip is available, the peaks are scaled to this part. For a MIG slice or a
-    partition of a GPU, the peaks are scaled to the visible multiprocessors. For a CPU, the peaks
-    are scaled to the physical cores that the affinity mask and the cgroup quota allow this process
-    to use. `jax_devices_per_chip` is the number of JAX devices that share the chip. `detect` does
-    not measure rates; for measured rates, use `measure`.
+    A part of a chip gets its part of the peaks: a MIG slice or partition of a GPU that of its
+    visible multiprocessors, a CPU that of the physical cores which the affinity mask and the cgroup
+    quota allow this process. Nothing is measured here; see `measure` for that.
 
     Args:
-        device: a `jax.Device`, or a device kind such as "TPU v5 lite". A device kind may also name
-            a device that is not attached to this machine. If `device` is None (the default), the
-            first local device is used.
+        device: a `jax.Device`, or a device kind such as "TPU v5 lite", which need not be attached.
+            Default None: the first local device.
 
     Returns:
-        A `Chip`, from the catalog if possible. For a CPU that is not in the catalog, the peaks are
-        estimated from its instruction set. For a device that is neither a CPU nor in the catalog,
-        the `Chip` has `known=False` and no peaks.
+        A `Chip`, from the catalog if possible. A CPU outside it gets estimates from its instruction
+        set, any other device `known=False` and no peaks.
 
     >>> from fnet import hardware as hw
     >>> hw.detect("TPU v5 lite").name

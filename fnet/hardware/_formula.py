@@ -13,8 +13,7 @@ _GIGA = 1e9  # clocks are in GHz
 
 
 class Computed(NamedTuple):
-    """A peak computed from the figures of a chip: the dtype, the rate in FLOP/s, and the formula as
-    text.
+    """A peak computed from the figures of a chip: dtype, rate in FLOP/s, and the formula as text.
 
     >>> hw.computed(hw.chips["Titan RTX"])[0].formula
     '72 SM x 64 cores x 2 x 1.77 GHz'
@@ -26,18 +25,16 @@ class Computed(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A published and a computed peak of a chip, as compared by `hardware.checks`.
+    """A published peak next to the computed one, from `hardware.checks`.
 
     Attributes:
         dtype: the short name of the dtype, such as "bf16".
         quoted: the published peak in FLOP/s.
-        source: where the published peak was stated.
-        computed: the peak in FLOP/s that fnet computes from the units and the clock of the chip.
-        formula: the formula of the computed peak as text, with the numbers of the chip, such as "72
-            SM x 64 cores x 2 x 1.77 GHz".
-        deviation: the relative deviation of the published peak from the computed peak, quoted /
-            computed - 1.
-        explanation: the reason why the published and the computed peak differ, or "".
+        source: where it was published.
+        computed: the peak in FLOP/s from the units and the clock.
+        formula: its formula with the numbers, such as "72 SM x 64 cores x 2 x 1.77 GHz".
+        deviation: quoted / computed - 1.
+        explanation: why the two differ, or "".
 
     >>> [round(check.deviation, 2) for check in hw.checks(hw.chips["Ryzen 3950X"])]
     [0.99]
@@ -53,13 +50,13 @@ class Check(NamedTuple):
 
 
 class Value(NamedTuple):
-    """The result of `hardware.flop_per_dollar` for one price of a chip or system.
+    """What one price of a chip or system buys, from `hardware.flop_per_dollar`.
 
     Attributes:
-        dtype: the dtype for which the peak rate is used.
-        flop_per_dollar: the number of FLOP that one dollar buys at the peak rate.
+        dtype: the dtype of the peak rate.
+        flop_per_dollar: the FLOP that one dollar buys at this rate.
         price: the `Price`.
-        assumption: how the chip is paid for and used, for example "rented by the hour".
+        assumption: how the chip is paid for and used, such as "rented by the hour".
 
     >>> {value.dtype for value in hw.flop_per_dollar(hw.chips["T4"], "fp16")}
     {'fp16'}
@@ -72,8 +69,8 @@ class Value(NamedTuple):
 
 
 def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...]:
-    """Computes the peak rates of a chip from the number of its units, the FLOP per cycle of a unit,
-    and the clock.
+    """Computes the peak rates of a chip from the number of its units, their FLOP per cycle and the
+    clock.
 
         GPU, vector:  multiprocessors x FP32 cores x 2 x clock
         GPU, tensor:  multiprocessors x tensor cores x FLOP per cycle x clock
@@ -86,8 +83,7 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
         boost: whether to use the boost clock of a CPU instead of its base clock. Default False.
 
     Returns:
-        A `Computed` for each dtype. The result is empty if the catalog does not contain the number
-        of units or the clock of the chip.
+        A `Computed` for each dtype; none if the catalog lacks the units or the clock.
 
     >>> from fnet import hardware as hw
     >>> [c.formula for c in hw.computed(hw.chips["Titan RTX"])]
@@ -145,19 +141,19 @@ def _nvidia(chip: Chip, clock: float) -> tuple[Computed, ...]:
 
 
 def checks(chip: Chip | System) -> tuple[Check, ...]:
-    """Compares the published peaks of a chip or system with peaks computed from its units and
+    """Compares the published peaks of a chip or system with those computed from its units and
     clock.
 
-    A peak is published if it is in `chip.quoted`, or if it is in `chip.peaks` and fnet did not
-    compute, estimate or measure it.
+    Published are those in `chip.quoted`, and those in `chip.peaks` that fnet did not compute,
+    estimate or measure.
 
     Returns:
-        A `Check` for each published peak that can also be computed from the number of compute units
-        and the clock. If the published and the computed peak differ, the `Check` contains an
-        explanation.
+        A `Check` for each published peak that can also be computed, with an explanation where the
+        two differ.
 
-    >>> [type(check).__name__ for check in hw.checks(hw.systems["TPU v3-8"])][:1]
-    ['Check']
+    >>> (check,) = hw.checks(hw.systems["TPU v3-8"])
+    >>> check.quoted / 1e12, round(check.computed / 1e12, 1)
+    (420.0, 492.8)
     """
     formulas = {c.dtype: c for c in computed(chip)}
     boosted = {c.dtype: c for c in computed(chip, boost=True)}
@@ -200,13 +196,12 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
 def flop_per_dollar(
     chip: Chip | System, dtype: str | None = None, *, years: float = 3.0
 ) -> tuple[Value, ...]:
-    """Computes how many FLOP one dollar buys at the peak rate, for a rented and for a purchased
-    chip.
+    """Computes how many FLOP a dollar buys at the peak rate.
 
-        rented chip:     peak x 3600 s / price of an hour
-        purchased chip:  peak x years x 31.56e6 s / launch price      (no electricity, no host, no resale)
+        rented:  peak x 3600 s / price of an hour
+        bought:  peak x years x 31.56e6 s / launch price      (no electricity, no host, no resale)
 
-    A purchased chip is assumed to run continuously.
+    A chip that was bought is assumed to run continuously.
 
     Args:
         chip: a `Chip` or `System` of the catalog.
@@ -214,10 +209,10 @@ def flop_per_dollar(
         years: the years of use after a purchase. Default 3.
 
     Returns:
-        A `Value` for each price in the catalog. The result is empty if the chip has no peak for the
-        dtype.
+        A `Value` for each price in the catalog; none if the chip has no peak for the dtype.
 
-    >>> rates = hw.flop_per_dollar(hw.chips["Titan RTX"], "fp32", years=3)
+    >>> [value.assumption for value in hw.flop_per_dollar(hw.chips["Titan RTX"], "fp32", years=3)]
+    ['bought, 3 years of use, without electricity or host']
     """
     one = chip.chip if isinstance(chip, System) else chip
     count = chip.count if isinstance(chip, System) else 1

@@ -32,22 +32,19 @@ class Point(NamedTuple):
 
 
 def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]:
-    """Returns the points that `plot` draws, for the chips and systems with a known price or power,
-    ordered by year.
+    """Returns the points that `plot` draws: the chips and systems with a known price or power, by
+    year.
 
     Args:
-        per: "dollar" or "watt". For each chip or system, FLOP per dollar is computed from the first
-            of its prices in the catalog, either a rental price per hour or a purchase price. A
-            purchased chip is assumed to be used for three years. FLOP/s per watt is computed with
-            the thermal design power.
-        dtypes: the dtypes for which `history` returns points. Each element of the tuple is "fp32",
-            "bf16", "fp16" or "best". "best" is the faster of bf16 and fp16. Default ("fp32",
-            "best").
+        per: "dollar" for FLOP per dollar, at the first price in the catalog (an hour of rent, or a
+            purchase that is used for three years); "watt" for FLOP/s per watt of the thermal design
+            power.
+        dtypes: a tuple of "fp32", "bf16", "fp16" and "best", the faster of bf16 and fp16. Default
+            ("fp32", "best").
 
     Returns:
-        A list of named tuples (name, kind, year, dtype, value, rented), in which `value` is the
-        FLOP per dollar or the FLOP/s per watt, and `rented` states whether `value` was computed
-        from a rental price.
+        A list of named tuples (name, kind, year, dtype, value, rented). `rented` says whether
+        `value` is from a rental price.
 
     >>> [point.name for point in history("watt", ("fp32",))][:2]
     ['K80', 'Titan X (Maxwell)']
@@ -75,15 +72,14 @@ def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]
 
 
 def plot(path: str | os.PathLike | None = None) -> Figure:
-    """Draws the FLOP per dollar and the FLOP/s per watt of the catalog's chips over the years.
+    """Draws FLOP per dollar and FLOP/s per watt of the catalog's chips over the years.
 
-    In the plot, circles show float32, and squares show the faster of bfloat16 and float16. In the
-    plot of FLOP per dollar, filled markers show values for a purchase price and three years of use,
-    and empty markers show values for a rental price per hour. The prices are from different dates,
-    which the catalog contains, and are not adjusted for inflation.
+    Circles are float32, squares the faster of bfloat16 and float16. In the plot of FLOP per dollar,
+    filled markers are a purchase with three years of use, empty ones an hourly rent. The prices are
+    from different dates, which the catalog has, and not adjusted for inflation.
 
     Args:
-        path: the file to write (.png, .svg or .pdf). Default None: no file is written.
+        path: the file to write (.png, .svg or .pdf). Default None: no file.
 
     Returns:
         The Matplotlib figure.

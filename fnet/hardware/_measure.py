@@ -23,33 +23,31 @@ def measure(
     copy_bytes: int | None = None,
     seconds: float = 0.3,
 ) -> Chip:
-    """Measures the rates of matrix products and the memory bandwidth of a device.
+    """Measures how fast a device multiplies matrices and copies memory.
 
-    For each dtype, two matrices [size, size] are multiplied many times, and several batches of
-    these matrix products are timed. The product of two matrices [size, size] needs 2 size^3 FLOPs.
-    The measured peak of a dtype is the rate of the fastest batch of matrix products. The bandwidth
-    is measured by multiplying an array by a constant, which reads and writes each element once.
-    `measure` returns the rates of XLA's code on this machine at this time, not the limits of the
-    chip. An MFU (model FLOPs utilization) that is computed with the measured peaks is the FLOP/s of
-    a step divided by the FLOP/s of a plain matrix product.
+        chip = hw.measure()
+        cost.mfu(count.model_flops, seconds, chip, count.dtype)     # of what XLA reaches here
 
-    The measurement takes about `seconds` for each dtype, and `seconds` for the bandwidth. The
-    compilations take additional time.
+    These are the rates of XLA's code on this machine at this time, not the limits of the chip. An
+    MFU computed with them compares a step with a plain matrix product.
+
+    For each dtype, products of two matrices [size, size], 2 size^3 FLOPs each, are timed in several
+    batches, and the fastest batch counts. The bandwidth is that of an array times a constant, which
+    reads and writes each element once. All this takes about `seconds` for each dtype and for the
+    bandwidth, and the compilations.
 
     Args:
         device: a `jax.Device`. Default None: the first local device.
-        dtypes: the dtypes to measure. A dtype that the device cannot multiply is omitted, and the
-            notes of the result list it. Default float32, bfloat16 and float16.
-        size: the number of rows and columns of the matrices. Default None: 1024 on a CPU, 8192 on
-            other devices.
-        copy_bytes: the size in bytes of the array that is multiplied by a constant to measure the
-            bandwidth. Default None: 256 MiB on a CPU, 1 GiB on other devices.
+        dtypes: the dtypes to measure. One that the device cannot multiply is left out, and listed
+            in the notes of the result. Default float32, bfloat16 and float16.
+        size: the number of rows and columns. Default None: 1024 on a CPU, 8192 elsewhere.
+        copy_bytes: the bytes of the array for the bandwidth. Default None: 256 MiB on a CPU, 1 GiB
+            elsewhere.
         seconds: the time of each measurement in seconds. Default 0.3.
 
     Returns:
-        The `Chip` that `detect` returns, with `known=True` and with the measured `peaks` and
-        `bandwidth` of the whole chip. In `Chip.bases`, the measured peaks and the measured
-        bandwidth are marked as "measured". Dtypes that were not measured have no peak.
+        The `Chip` of `detect` with `known=True` and the `peaks` and `bandwidth` of the whole chip,
+        marked as "measured" in `Chip.bases`. Dtypes that were not measured have no peak.
 
     >>> chip = measure(dtypes=("float32",), size=64, copy_bytes=2**16, seconds=0.01)
     >>> chip.basis("bandwidth"), chip.peak("float32").flops > 0

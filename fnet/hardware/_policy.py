@@ -20,7 +20,7 @@ LOSS_SCALE = 2.0**15  # with 2^16, a float16 loss above 1 overflows
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The dtypes of a mixed-precision computation.
+    """The dtypes of a mixed-precision computation, and why.
 
     Attributes:
         param: the dtype in which the parameters are stored.
@@ -30,24 +30,21 @@ class Policy:
             reductions, norms and softmax are computed.
         output: the dtype of the function's floating-point outputs.
         loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
-        rules: pairs (pattern of a scope path, dtype) that override `compute`. If several patterns
-            match a scope path, the first matching pair is used.
-        reason: why the dtypes of the policy were selected.
+        rules: pairs (pattern of a scope path, dtype) that override `compute`. The first pattern
+            that matches decides.
+        reason: why these dtypes.
         convolution: the dtype of the operands of convolutions. Default: `compute`.
-        activations: the dtype in which GPUs and TPUs store large activations. In the forward pass,
-            the result of a matrix product is a large activation if it has at least 2^22 elements
-            and only float32 operations read it. For example, the logits of a large vocabulary are a
-            large activation. If autocast is applied to the gradient function, the gradients of
-            large activations are also stored in the dtype `activations`. Weight gradients are not
-            rounded. Default: `compute`, as in PyTorch's autocast. With `activations="float32"`,
-            activations are not rounded.
-        residual: the dtype of the residual stream of a transformer. In the forward pass, a sum of
-            two arrays is treated as the residual stream if one of the arrays is the result of a
-            matrix product, possibly scaled or with an added bias. The default "float32" does not
-            change the dtype of the residual stream. If `residual` equals `compute`, for example
-            bfloat16, the residual stream is computed and stored in this dtype, as in a model in
-            which all activations have this dtype. A 16-bit residual stream needs less memory
-            traffic, but the residual stream and its gradient are rounded in each layer.
+        activations: the dtype in which GPUs and TPUs store large activations: in the forward pass,
+            results of matrix products with at least 2^22 elements that only float32 operations
+            read, such as the logits of a large vocabulary. If autocast is applied to the gradient
+            function, the gradients of these, too. Weight gradients are not rounded. Default:
+            `compute`, as in PyTorch's autocast; `activations="float32"` rounds no activations.
+        residual: the dtype of the residual stream of a transformer, meaning sums in the forward
+            pass in which one of the two arrays is the result of a matrix product, possibly scaled
+            or with a bias. The default "float32" leaves the stream alone. If it equals `compute`,
+            for example bfloat16, the stream is computed and stored in it, as in a model whose
+            activations all have this dtype. A 16-bit stream needs less memory traffic, but it and
+            its gradient are rounded in each layer.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -228,32 +225,28 @@ _FROM_NAME = (  # (pattern of a chip's name, family), for chips whose architectu
 
 
 def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) -> Policy:
-    """Selects the dtypes for fast and numerically safe training or inference on a chip, and states
-    the reason.
+    """Selects the dtypes for fast and numerically safe training or inference, and says why.
 
-    `policy` takes the dtypes from a table of chips, except for the CPU of this process. For the CPU
-    of this process, a probe (a short measurement) compares bfloat16 with float32. The measurement
-    of the CPU covers the operations that `transforms.autocast` uses, and takes about one second.
-    The result of the measurement is cached on the machine (see docs/precision.md). Dtypes with
-    fewer than 16 bits are never selected, because fp8, int8 and fp4 need scales or calibration.
+        fast = ft.autocast(step, hw.policy())      # for the chip of the first JAX device
+        print(hw.policy("Tesla T4").reason)
+
+    The dtypes come from a table of chips, except on the CPU of this process: there a probe times
+    bfloat16 against float32 in the operations that `transforms.autocast` uses. It takes about one
+    second, and its result is stored on the machine (docs/precision.md). Dtypes of fewer than 16
+    bits are never selected: fp8, int8 and fp4 need scales or calibration.
 
     Args:
         chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a
-            sequence of these. For a sequence of chips, `policy` selects a dtype that all chips in
-            the sequence accelerate. None (the default) and "auto" select the chip that `detect`
-            finds. The names "float32", "bfloat16" and "float16" select the dtype of that name for
-            any chip.
-        mode: "train" (the default) or "inference". For inference, the parameters have the compute
-            dtype.
-        probe: whether a short measurement may compare the speed of bfloat16 and float32 on this
-            machine's CPU. Default None: the measurement is allowed, unless the environment variable
-            FNET_PROBE is 0. `policy` measures the CPU only if the CPU is JAX's default backend and
-            there is only one process. `policy` does not measure the CPU while JAX is tracing a
-            function.
+            sequence of these, for a dtype that all of them accelerate. None (the default) and
+            "auto" mean the chip that `detect` finds; "float32", "bfloat16" and "float16" mean this
+            dtype on any chip.
+        mode: "train" (the default) or "inference", with parameters in the compute dtype.
+        probe: whether the CPU may be timed. Default None: yes, unless the environment variable
+            FNET_PROBE is 0. It happens only if the CPU is JAX's default backend and there is only
+            one process, and not while JAX traces a function.
 
     Returns:
-        A `Policy`. The attribute `reason` of the policy states whether the dtypes are from fnet's
-        table of chips or from a measurement.
+        A `Policy`. Its `reason` says whether the dtypes are from the table or from a measurement.
 
     Raises:
         ValueError: an unknown mode, or an empty sequence of chips.
