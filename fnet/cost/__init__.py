@@ -1,10 +1,11 @@
-"""The cost of computations: floating-point operations, bytes, the time of the roofline, and the
-utilization of a chip.
+"""What computations cost: FLOPs, bytes, the least possible time, and the utilization of a chip.
 
     from fnet import cost
 
     print(cost.count(step, state, batch))       # by operation, dtype and named scope
     print(cost.roofline(step, state, batch))    # the time that each operation needs at least
+
+The guide is docs/hardware.md.
 """
 
 from fnet.cost._count import Cost, Count, Matmul, count

@@ -16,22 +16,21 @@ from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, traits
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The FLOPs and bytes of a named scope, or of several scopes together.
+    """The FLOPs and bytes of a named scope, or of several together.
 
     Attributes:
-        matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. The
-            number of FLOPs is exact for matrix products. For convolutions, the number of FLOPs
-            includes multiplications with the zeros of the padding.
+        matmul: the FLOPs of matrix products and convolutions, 2 for each multiply-add. Exact,
+            except that convolutions include multiplications with the zeros of the padding.
         elementwise: the FLOPs of elementwise operations, 1 for each element of the result.
         reduction: the FLOPs of reductions, 1 for each element of the operand.
-        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. `flops`
-            does not include the evaluations of transcendental functions.
-        recomputed: the FLOPs in `matmul` that are spent on recomputation (rematerialization) in the
-            backward pass. `flops` includes the recomputed FLOPs, but `model_flops` does not.
-        bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused.
-            `bytes` is an upper bound of the memory traffic.
-        fused_bytes: an estimate of the bytes of the memory traffic if elementwise operations are
-            fused with their neighbors.
+        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. They
+            are not in `flops`.
+        recomputed: the FLOPs in `matmul` that the backward pass spends on recomputation
+            (rematerialization). They are in `flops`, but not in `model_flops`.
+        bytes: the inputs and outputs of every operation, as if nothing were fused: an upper bound
+            of the memory traffic.
+        fused_bytes: an estimate of the memory traffic, with elementwise operations fused with their
+            neighbors.
 
     >>> total = cost.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).total
     >>> total.matmul, total.flops, total.bytes                  # 2 * 8 * 16 * 4 FLOPs; float32 operands and result
@@ -48,13 +47,14 @@ class Cost:
 
     @property
     def flops(self) -> int:
-        """The number of all floating-point operations except transcendental functions."""
+        """All floating-point operations except transcendental functions."""
         return self.matmul + self.elementwise + self.reduction
 
     @property
     def model_flops(self) -> int:
         """The FLOPs of matrix products and convolutions without rematerialization, as MFU counts
-        them."""
+        them.
+        """
         return self.matmul - self.recomputed
 
     def __add__(self, other: Cost) -> Cost:
@@ -65,7 +65,7 @@ class Cost:
 
 
 class Matmul(NamedTuple):
-    """A matrix product [batch, m, k] x [batch, k, n], or a convolution expressed as such a product.
+    """A matrix product [batch, m, k] x [batch, k, n], or a convolution expressed as one.
 
     Attributes:
         scope: the path of the scope, such as "block/attention".
@@ -73,9 +73,8 @@ class Matmul(NamedTuple):
         shape: the sizes (batch, m, n, k).
         dtype: the dtype of the operands.
         precision: the `precision` argument of the matrix product.
-        flops: the FLOPs of all runs of the matrix product together.
-        times: the number of times that the matrix product is computed, for example in the
-            iterations of a scan.
+        flops: the FLOPs of all its runs together.
+        times: how often it runs, for example in the iterations of a scan.
 
     >>> cost.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).matmuls[0].shape    # batch, m, n, k
     (1, 8, 4, 16)
@@ -92,16 +91,16 @@ class Matmul(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """FLOPs and bytes of a function.
+    """The FLOPs and bytes of a function, the result of `count`. It prints as a table of scopes.
 
     Attributes:
         total: the sum over all scopes, a `Cost`.
-        scopes: the cost of each scope, {scope path: `Cost`}, in the order of the program. The path
-            "" contains the operations outside any scope.
+        scopes: {scope path: `Cost`} in the order of the program. The path "" has the operations
+            outside any scope.
         matmuls: all matrix products and convolutions, `Matmul` objects.
         argument_bytes: the size of the arguments in bytes.
         output_bytes: the size of the outputs in bytes.
-        notes: the reasons why the count is not exact; empty if it is exact.
+        notes: why the count is not exact; empty if it is.
 
     >>> x = jax.ShapeDtypeStruct((4, 4), "float32")
     >>> cost.count(lambda x: x @ x, x).flops
@@ -125,13 +124,12 @@ class Count:
 
     @property
     def io_bytes(self) -> int:
-        """The bytes of the arguments and outputs, which are a lower bound of the memory traffic."""
+        """The bytes of the arguments and outputs, a lower bound of the memory traffic."""
         return self.argument_bytes + self.output_bytes
 
     @property
     def dtype(self) -> str | None:
-        """The operand dtype with the most FLOPs in matrix products, or None if there are no matrix
-        products."""
+        """The operand dtype with the most FLOPs in matrix products, or None if there are none."""
         by_type: dict[str, int] = {}
         for matmul in self.matmuls:
             by_type[matmul.dtype] = by_type.get(matmul.dtype, 0) + matmul.flops
@@ -147,8 +145,9 @@ class Count:
         return sum(inside, Cost())
 
     def by_depth(self, depth: int | None) -> dict[str, Cost]:
-        """Returns the cost of each scope, {path: `Cost`}. Scopes whose paths have the same first
-        `depth` segments are summed. If `depth` is None, every scope has its own entry."""
+        """Returns {path: `Cost`}, where scopes with the same first `depth` segments are summed.
+        With None, every scope has its own entry.
+        """
         rows: dict[str, Cost] = {}
         for path, each in self.scopes.items():
             key = shortened(path, depth)
@@ -160,29 +159,26 @@ class Count:
 
 
 def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
-    """Counts the FLOPs and bytes of a function, without running or compiling it.
+    """Counts the FLOPs and bytes of a function from its jaxpr, without running or compiling it.
 
-    The body of a scan is counted once for each iteration, and the costs of the shards of a
-    shard_map are summed. If a program contains a cond, `count` includes only the branch with the
-    most FLOPs. The body of a while loop is counted once, because its number of iterations is
-    unknown. An operation of unknown cost is counted as zero. If the count is inexact because of a
-    cond, a while loop or an unknown operation, the attribute `notes` of the result lists the
-    reason. An operation is counted even if its result is not used, although a compiler removes such
-    an operation.
+        print(cost.count(step, state, batch))       # a table of named scopes
 
-    The FLOPs of `layers.dot_product_attention` are computed from the formula of attention. The
-    FLOPs of attention include masked pairs of positions, as is the convention for MFU (model FLOPs
-    utilization). The FLOPs with which the backward pass of attention recomputes the attention
-    weights are in `Cost.recomputed`. The bytes of `dot_product_attention` are the bytes of its
-    operands and results.
+    The body of a scan counts once for each iteration, and the shards of a shard_map are summed.
+    What cannot be known is listed in the `notes` of the result: the body of a while loop counts
+    once, of a cond only the branch with the most FLOPs, and an operation of unknown cost counts as
+    zero. Operations whose result is not used count, although a compiler removes them.
+
+    The FLOPs of `layers.dot_product_attention` follow from the formula of attention and include
+    masked pairs of positions, as is the convention for MFU. What its backward pass recomputes is in
+    `Cost.recomputed`, and its bytes are those of its operands and results.
 
     Args:
-        f: any JAX function, for example a jitted, differentiated or sharded function.
-        *args, **kwargs: the arguments of f, trees of arrays or `jax.ShapeDtypeStruct`s. Leaves that
-            are not arrays (flags, strings, functions, Python numbers) are passed unchanged.
+        f: any JAX function, also a jitted, differentiated or sharded one.
+        *args, **kwargs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`s. Leaves that are
+            not arrays (flags, strings, functions, Python numbers) are passed unchanged.
 
     Returns:
-        A `Count`, which `print` shows as a table of scopes.
+        A `Count`.
 
     >>> import jax
     >>> from fnet import hardware as hw

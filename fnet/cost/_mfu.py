@@ -11,14 +11,13 @@ from fnet.hardware._chip import Chip
 
 @dataclasses.dataclass(frozen=True)
 class MFU:
-    """Model FLOPs utilization: the FLOP/s of a model as a fraction of the peak rate of the devices.
+    """The FLOP/s of a model as a fraction of the peak rate of its devices.
 
     Attributes:
-        value: the utilization, a float between 0 and 1, or None if it is unknown.
-        why: if `value` is None, the reason why it is unknown. If `value` is a number, `why` is a
-            remark about the peak, or "".
+        value: the utilization, between 0 and 1, or None if it is unknown.
+        why: the reason if it is unknown; otherwise a remark about the peak, or "".
         peak: the peak rate of all devices together in FLOP/s, or None if it is unknown.
-        dtype: the dtype for which `peak` is the peak rate.
+        dtype: the dtype of `peak`.
         basis: how the peak is known, such as "published" (see `Chip.bases`).
 
     >>> print(cost.mfu(1e12, 0.01, hw.chips["TPU v5e"], "bfloat16"))
@@ -53,21 +52,20 @@ def mfu(
         MFU = flops_per_step / seconds_per_step / (peak of the chip x devices / JAX devices per chip)
 
     Args:
-        flops_per_step: the FLOPs of the model without recomputation: `count(step,
-            ...).model_flops`.
+        flops_per_step: the FLOPs of the model without recomputation:
+            `count(step, ...).model_flops`.
         seconds_per_step: the time of one step in seconds, without compilation.
-        chip: the `Chip` that ran the step. The MFU is unknown if the peak rates of the chip are
-            unknown. For a chip that is not in the catalog, pass the result of `measure()`.
+        chip: the `Chip` that ran the step. One without peak rates has no MFU; pass the result of
+            `measure()` instead.
         dtype: the operand dtype of the matrix products. Default "float32".
         devices: the number of JAX devices that share the work. Default 1.
         precision: the `precision` argument of the matrix products, as for `Chip.peak`. Default
             None.
 
     Returns:
-        An `MFU`. The attribute `value` of the result is None if the chip has no peak for the dtype,
-        or if the computed utilization is greater than 1. A utilization greater than 1 means that
-        the peak, the number of FLOPs or the time is wrong; `why` then states the FLOP/s of the
-        model and the peak.
+        An `MFU`. Its `value` is None if the chip has no peak for the dtype, or if the result is
+        greater than 1. In that case the peak, the FLOPs or the time is wrong, and `why` states the
+        FLOP/s and the peak.
 
     Raises:
         ValueError: `seconds_per_step` or `devices` is not positive.

@@ -23,18 +23,15 @@ from fnet.hardware._detect import detect
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The lower bound of the time of one named scope, at the peak rates of the chip.
+    """The least time of one named scope at the peak rates of the chip.
 
     Attributes:
         scope: the scope path.
         cost: the FLOPs and bytes of the scope, a `Cost`.
-        compute: the time in seconds that the arithmetic takes at the peak rate, or None if the rate
-            is unknown.
-        memory: the time in seconds that the memory traffic takes at the peak bandwidth, or None if
-            the bandwidth is unknown.
-        bound: "compute" or "memory", whichever takes longer. If only one of the peak rate and the
-            bandwidth is known, `bound` is "compute or memory". If neither the peak rate nor the
-            bandwidth is known, `bound` is "unknown".
+        compute: the seconds of arithmetic at the peak rate, or None if the rate is unknown.
+        memory: the seconds of memory traffic at the peak bandwidth, or None if it is unknown.
+        bound: "compute" or "memory", whichever takes longer; "compute or memory" if only one rate
+            is known, "unknown" if neither is.
         seconds: the maximum of `compute` and `memory`, or None if both are unknown.
 
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
@@ -51,31 +48,28 @@ class Bound:
 
     @property
     def intensity(self) -> float | None:
-        """The FLOPs per byte of memory traffic after fusion, or None if there is no memory traffic."""
+        """The FLOPs per byte of memory traffic after fusion, or None if there is no traffic."""
         return self.cost.flops / self.cost.fused_bytes if self.cost.fused_bytes else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The roofline of a function on a chip: the lower bound of the time of each named scope.
+    """The least time of a function on a chip, scope by scope, the result of `roofline`.
 
     Attributes:
-        chip: the `Chip` for which the bounds are computed.
+        chip: the `Chip` whose rates are used.
         devices: the number of JAX devices that share the work.
         scopes: a `Bound` for each scope.
-        total: the `Bound` of the whole function. The time in this `Bound` is the sum of the times
-            of all scopes, because scopes run one after another.
+        total: the `Bound` of the whole function. Its time is the sum of the scopes' times, because
+            they run one after another.
         count: the FLOPs and bytes of the function, a `Count`.
-        ridge: the FLOPs per byte of memory traffic above which compute is the bound, or None if a
-            rate is unknown.
-        measured: the median time of a call on this machine in seconds, or None if it was not
-            measured.
-        mfu: the model FLOPs utilization for the measured time, an `MFU`.
-        waste: a `Waste` object for each matrix product that fills less than 90 % of its tiles (see
+        ridge: the FLOPs per byte above which compute is the bound, or None if a rate is unknown.
+        measured: the median time of a call on this machine in seconds, or None.
+        mfu: the model FLOPs utilization at the measured time, an `MFU`.
+        waste: a `Waste` for each matrix product that fills less than 90 % of its tiles (see
             `tile_waste`).
-        rule: the size of the chip's tiles (blocks of a matrix product) and the source of this size,
-            as text.
-        notes: the reasons why the figures are not exact.
+        rule: the size of the chip's tiles (blocks of a matrix product) and its source, as text.
+        notes: why the figures are not exact.
 
     >>> x = jax.ShapeDtypeStruct((256, 256), "float32")
     >>> cost.roofline(lambda x: x @ x, x, chip="TPU v5e").total.bound
@@ -107,35 +101,32 @@ def roofline(
     depth: int | None = 2,
     repeats: int = 5,
 ) -> Roofline:
-    """Computes a lower bound of a function's time from the chip's peaks, and measures the time for
-    comparison.
+    """Computes the least time of a function on a chip and, where it can, measures the real one.
 
-        lower bound of the time of a scope = max(FLOPs / peak FLOP/s, bytes / bandwidth)
+        print(cost.roofline(step, state, batch))                # arrays: the bound and the time
+        print(cost.roofline(step, *shapes, chip="TPU v5e"))     # shapes: the bound; no chip needed
 
-    A scope is a `jax.named_scope`, such as a layer. The FLOPs are counted from the jaxpr (see
-    `count`). The bytes are estimated under the assumption that elementwise operations are fused.
-    The result of `roofline` states how each peak of the chip is known, for example published or
-    measured. The time is measured only for the whole function, because XLA fuses operations across
-    scopes.
+        time of a scope >= max(FLOPs / peak FLOP/s, bytes / bandwidth)
+
+    A scope is a `jax.named_scope`, such as a layer. Its FLOPs are counted from the jaxpr (see
+    `count`); its bytes are estimated as if elementwise operations were fused. The result says how
+    each peak is known, for example published or measured. Only the whole function is timed, because
+    XLA fuses operations across scopes.
 
     Args:
-        step: a JAX function. A jitted function is called with copies of the arguments, because the
-            call may donate the arguments.
-        *args: the arguments of `step`. If an argument contains a `jax.ShapeDtypeStruct`, `step` is
-            traced, but neither run nor timed.
-        chip: a `Chip`, a device or a device kind. Default None: the chip on which the arguments
-            are.
-        devices: the number of JAX devices that share the work. Default None: the number of devices
-            on which the arguments are.
-        measure: whether to run and time the function. By default (None), the function is run and
-            timed only if its arguments are arrays on `chip`.
-        depth: the number of segments of a scope path to show, or None for all segments. Scopes
-            whose paths have the same first `depth` segments are added up. Default 2.
-        repeats: the number of timed calls. An additional first call, which compiles the function,
-            is not timed. Default 5.
+        step: a JAX function. A jitted one gets copies of the arguments, which it may donate.
+        *args: its arguments. With a `jax.ShapeDtypeStruct` among them, `step` is only traced.
+        chip: a `Chip`, a device or a device kind. Default None: the one on which the arguments are.
+        devices: the number of JAX devices that share the work. Default None: of those on which the
+            arguments are.
+        measure: whether to run and time the function. Default None: if its arguments are arrays on
+            `chip`.
+        depth: the number of segments of a scope path to show, or None for all. Scopes with the same
+            first segments are added up. Default 2.
+        repeats: the number of timed calls, after one that compiles. Default 5.
 
     Returns:
-        A `Roofline`, which `print` shows as a table.
+        A `Roofline`, which prints as a table.
 
     Raises:
         ValueError: `measure=True`, but an argument is a `jax.ShapeDtypeStruct`, which has no

@@ -32,13 +32,12 @@ class Waste(NamedTuple):
     Attributes:
         scope: the scope path.
         op: "dot" or "conv".
-        shape: the sizes of the matrix product, (batch, m, n, k).
-        padded: the sizes with which the chip computes, including padding, (batch, m, n, k).
+        shape: its sizes (batch, m, n, k).
+        padded: the sizes with which the chip computes, padding included.
         dtype: the dtype of the operands.
-        fill: the FLOPs of the matrix product without padding, divided by its FLOPs with padding,
-            between 0 and 1.
-        wasted: the FLOPs that are spent on padding in all runs of the matrix product.
-        times: the number of times that the matrix product is computed.
+        fill: its FLOPs without padding divided by those with padding, between 0 and 1.
+        wasted: the FLOPs that all its runs spend on padding.
+        times: how often it runs.
 
     >>> count = cost.count(jnp.matmul, jnp.ones((512, 130)), jnp.ones((130, 512)))
     >>> [round(waste.fill, 2) for waste in cost.tile_waste(count.matmuls, hw.chips["TPU v5e"])]
@@ -86,11 +85,11 @@ def padded_shape(
 
 
 def tile_size(chip: Chip, dtype: Any) -> int:
-    """Returns the number of columns of the tiles (blocks) in which a chip computes the result of a
-    matrix product.
+    """Returns the number of columns of the tiles (blocks) in which a chip computes a matrix
+    product.
 
-    If the tile sizes of the chip are unknown, `tile_size` returns 1, so that every number of
-    columns is a multiple of the tile size.
+    It is 1 if the tiles of the chip are unknown, so that every number of columns is a multiple of
+    it.
 
     Args:
         chip: the `Chip` that computes the matrix product.
@@ -112,20 +111,19 @@ def rule(chip: Chip) -> str:
 
 
 def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> tuple[Waste, ...]:
-    """Finds the matrix products that fill too small a fraction of their tiles (less than `below`).
+    """Finds the matrix products that waste a part of their tiles, the worst first.
 
     A chip computes a matrix product in tiles (blocks) of a fixed size, and pads the operands to
     whole tiles.
 
     Args:
         matmuls: the matrix products, `Count.matmuls`.
-        chip: the `Chip` that computes the matrix products.
-        below: a matrix product is included in the result if less than this fraction of its computed
-            FLOPs is useful (not spent on padding). Default 0.9.
+        chip: the `Chip` that computes them.
+        below: list those of whose computed FLOPs less than this fraction is useful, that is, not
+            spent on padding. Default 0.9.
 
     Returns:
-        A `Waste` for each matrix product that fills less than the fraction `below` of its tiles, in
-        descending order of wasted FLOPs.
+        A `Waste` for each of them, in descending order of wasted FLOPs.
 
     >>> count = cost.count(lambda x: x @ x, jax.ShapeDtypeStruct((100, 100), "float32"))
     >>> len(cost.tile_waste(count.matmuls, hw.chips["TPU v5e"]))
