@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """The peak memory of each chip in bytes, of the compiled program if there is one."""
+        """The peak memory of each chip in bytes: compiled, or else estimated."""
         return (
             self.compiled.peak
             if self.compiled and self.compiled.peak is not None
@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def ledger(self) -> Ledger:
-        """The transfers between chips, of the compiled program if there is one."""
+        """The transfers between chips: compiled, or else estimated."""
         return (
             self.compiled.ledger
             if self.compiled and self.compiled.ledger is not None
