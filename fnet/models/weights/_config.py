@@ -409,23 +409,18 @@ def transformers(
     other_heads: tuple[str, ...] = (),
     **options,
 ) -> Config:
-    """Returns a `Config` for transformers' config.json. The `Config` contains `fields` and the
-    fields that all model families have.
+    """Returns a `Config` for transformers' config.json: `fields`, and those of all model families.
 
     Args:
-        fields: {field: Use, Must or Fields}, the meaning of each field of config.json for one
-            family of models.
-        architectures: the class names that the field `architectures` of config.json may contain.
-            The argument `architectures` may also map each class name to fields of the model, such
-            as
-            {"BertForMaskedLM": {"head": "masked_lm"}}.
-        irrelevant: more fields that have no effect on the forward pass, separated by spaces. A
-            field in both `irrelevant` and `fields` is ignored when config.json is read, but `save`
-            writes this field. With `save(like=...)`, the fields that have no effect on the forward
-            pass are copied from the config.json of `like`.
-        other_heads: names of heads. A model with one of these heads is accepted even if
-            `architectures` in config.json states another head. All heads must have different array
-            names, so that `load` can detect a file with the weights of another head.
+        fields: {field: Use, Must or Fields}, the meaning of each field for one family.
+        architectures: the class names that the field `architectures` may contain, or a dict from
+            them to fields of the model, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
+        irrelevant: more fields that have no effect on the forward pass, separated by spaces. One
+            that is also in `fields` is ignored by `load`, but written by `save`. With
+            `save(like=...)`, fields without effect are copied from the config.json of `like`.
+        other_heads: heads that a model may have although `architectures` states another. All heads
+            must have different array names, so that `load` can detect a file with the weights of
+            another head.
         options: other arguments of `Config`.
     """
 

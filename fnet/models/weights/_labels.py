@@ -8,20 +8,14 @@ from fnet.models.weights._config import SKIP, Fields
 
 
 def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str, Fields]:
-    """Returns a dict that describes how to read and write the number of classes in transformers'
-    config.json.
-
-    The keys of the dict are the fields of config.json that set the number of classes: `id2label`,
-    `num_labels` and `_num_labels`. The values of the dict are `Fields`.
+    """Returns {field: Fields} for the fields of transformers' config.json that set the number of
+    classes: `id2label`, `num_labels` and `_num_labels`.
 
     Args:
-        heads: the values of the model's fields for each architecture (transformers class), {name of
-            the architecture: {field: value}}. The name of an architecture is a value of the field
-            `architectures` of config.json. If the value of `classes` is an Ellipsis (`...`), the
-            architecture has a classifier, and the number of its classes is read from config.json.
-            For an architecture without a classifier, the fields of config.json that set the number
-            of classes are ignored.
-        default: the architecture that is used if config.json lacks the field `architectures`.
+        heads: {architecture, as in the field `architectures`: {field of the model: value}}. `...`
+            as the value of `classes` means a classifier whose number of classes config.json states.
+            Without a classifier, these fields of config.json are ignored.
+        default: the architecture of a config.json that states none.
     """
 
     def read(value, config):

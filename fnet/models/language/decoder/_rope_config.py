@@ -209,33 +209,23 @@ def rope(
     spread: Callable = lambda config, base: base,
     original: int | None = None,
 ) -> dict[str, Fields]:
-    """Returns a dict of `Fields` objects for the fields of config.json that describe rotary
-    positions.
+    """Returns `Fields` for the fields of config.json that describe rotary positions: their base,
+    their scaling, and the fraction of each head's features that is rotated.
 
-    These fields state the base of the rotary frequencies, the scaling of the rotary frequencies,
-    and the fraction of each head's features that is rotated.
-
-    Versions of transformers before 5 write `rope_theta` and `rope_scaling`. Later versions of
-    transformers write the base and the scaling in `rope_parameters`. If a config.json has
-    `rope_scaling` and `rope_parameters`, `rope_scaling` is used, as in transformers.
+    transformers before 5 writes `rope_theta` and `rope_scaling`, later versions write both in
+    `rope_parameters`. Where a config.json has `rope_scaling` and `rope_parameters`, the former
+    counts, as in transformers.
 
     Args:
-        theta: the base of the rotary frequencies if config.json has no field for the base.
-        partial: the default value of the fraction of each head's features that is rotated. The
-            default value is used if config.json has no field for the fraction.
-        context: the value of `max_position_embeddings` that is used if config.json lacks this
-            field.
-        names: the names of two fields at the top level of config.json: the base of the rotary
-            frequencies, and the rotated fraction of each head's features.
-        turns: whether the models of the family support rotating only some of each head's features.
-        long: other names that the family uses for the rope_type longrope.
-        spread: function (config, base) that returns the value of the model's field `rotary_base`.
-            If some layers have no position embedding, `rotary_base` is a tuple with None for these
-            layers. By default, `rotary_base` is `base`.
-        original: for the rope_type longrope, the value of `original_max_position_embeddings` that
-            is used if the top level of config.json lacks this field. If `original` is None,
-            `original_max_position_embeddings` is read only from `rope_scaling` or
-            `rope_parameters`.
+        theta, partial, context: the base, the rotated fraction and `max_position_embeddings` of a
+            config.json that lacks them.
+        names: the fields at the top level of config.json for the base and for the rotated fraction.
+        turns: whether models of the family can rotate only some of each head's features.
+        long: other names of the family for the rope_type longrope.
+        spread: function (config, base) that returns the model's `rotary_base`, for example a tuple
+            with None for layers without position embedding. Default: `base`.
+        original: for longrope, the `original_max_position_embeddings` of a config.json whose top
+            level lacks it. None: it is read only from `rope_scaling` or `rope_parameters`.
     """
 
     def inner(config) -> Mapping[str, Any]:
