@@ -68,9 +68,9 @@ def fit(
 ) -> Any:
     """Trains to step `steps`, from the last checkpoint in `workdir` if there is one.
 
-        state = fit(step, state, Batches(data, 128), steps=1000)                      # the shortest form
-        state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/a",    # can be resumed
-                    evaluate={"validation": evaluator(metrics, data)}, every=100, best="validation/loss")
+        state = fit(step, state, Batches(data, 128), steps=1000)                   # the shortest
+        state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/a",  # can be resumed
+                    evaluate={"test": evaluator(metrics, data)}, every=100, best="test/loss")
 
     Resuming is exact: an interrupted run that is started again reads the same batches and ends with
     the same parameters, optimizer state, moving average and metrics as one that never stopped, bit
@@ -90,9 +90,8 @@ def fit(
 
     Args:
       step: a pure function `(state, batch) -> (state, metrics)`. It adds 1 to `state.step`, and
-        keeps the structure, shapes and dtypes of the state. `metrics` is a dict; the log has the
-        mean of a scalar over the steps since the last log, and of a `mean(values, weight)` over
-        their examples.
+        keeps structure, shapes and dtypes of the state. Since the last log, scalars in the dict
+        `metrics` are averaged over the steps, and results of `mean(values, weight)` over examples.
       state: a `TrainState`, or a pytree with an integer array `step`. `fit` donates a copy of it.
       batches: a function from the number of a step to its batch, such as `Batches`. A thread calls
         it ahead of time; "time/data" in the log is the fraction of time that `fit` waited for it.
@@ -107,17 +106,14 @@ def fit(
       evaluate: functions of the state by name. Each returns a dict of metrics, which may include
         `Histogram`, `Image` and `Text`. Default None.
       every: steps between evaluations; the last state always has one. Default None: only the last.
-      best: the metric, such as "validation/accuracy", whose best state is saved and kept. Default
-        None: that of `early_stop`, if any.
-      best_mode: "max" or "min". Default None: known for accuracies, losses, errors and other common
-        metrics; required for the rest.
+      best: the metric, such as "test/loss", whose best state is kept. Default None: `early_stop`'s.
+      best_mode: "max" or "min". Default None: known for losses, accuracies and other usual ones.
       early_stop: an `EarlyStop`, which may end the run before `steps`. Default None.
       restore_best: return the best state instead of the last one. Default False.
       save_every: steps between checkpoints; the last state is always saved. Default None: `every`.
       keep: how many of the latest checkpoints stay. Default 3.
       keep_every: keep each checkpoint whose step is a multiple of it, too. Default None.
-      restart: delete the earlier run, after the arguments are checked and the folder is locked.
-        Default False.
+      restart: delete the earlier run, once arguments and lock are checked. Default False.
       config: the hyperparameters, a dataclass or a dict of JSON types. A run is resumed only with
         the same config and data and no fewer `steps`. Fields named steps or epochs, or declared
         with `compare=False`, may differ. Default None: resume uncompared, with a `ResumeWarning`.
@@ -131,9 +127,9 @@ def fit(
       tensorboard: write TensorBoard's files. Default True.
       on_step: a function of a `StepEnd`, or several, called after each step. Default ().
       jit: compile the step. False runs each operation separately, for a debugger. Default True.
-      tune: make the step faster on this chip by `transforms.tune`; results are equal up to
-        rounding. On a CPU, a run of ten minutes or more at the peak FLOP rate chooses the rewrite
-        rules by timing, and a resumed run keeps them. Default True.
+      tune: rewrite the step with `transforms.tune`, for speed; results are equal up to rounding. On
+        a CPU, a run of ten minutes or more at the peak FLOP rate chooses the rules by timing, and
+        a resumed run keeps them. Default True.
       profile_steps: consecutive steps to profile, such as range(100, 105), without the first of a
         process, which compiles. workdir/profile/100-105 gets profile.txt, .html, .json (see
         `introspect.profile`) and trace.json.gz (for ui.perfetto.dev). Default None.
@@ -144,10 +140,9 @@ def fit(
       The last state, or the best. `load` and `restore` read it from `workdir`.
 
     Raises:
-      Interrupted: SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1; the last step is saved in `workdir`.
-        A second signal, more than one second later, ends the process. Only in the main thread.
-      Diverged: a NaN or infinite value; names step and leaf. With "skip" or "rollback", only if the
-        run cannot recover.
+      Interrupted: SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1, if `fit` runs in the main thread.
+        The last step is saved in `workdir`. A second one, a second or more later, ends the process.
+      Diverged: a NaN or infinite value that `nonfinite` could not handle. Names step and leaf.
       ConfigError: the run in `workdir` has another `config`, other data or a larger `steps`.
       CheckpointError: no checkpoint can be read, one cannot be written, they belong to another
         model or optimizer, or another run uses or has replaced `workdir`.
