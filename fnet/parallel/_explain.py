@@ -59,7 +59,7 @@ def table(plan) -> str:
 
 def _rows(plan) -> list[str]:
     """Returns the lines of the table of strategies. How a column's numbers are known stands in its
-    head; where that differs from row to row, estimates are marked with `~`."""
+    head; where that differs from row to row, estimates carry a `~`."""
     known = [_known(each) for each in plan.candidates]  # [candidate][column]
     names = ("state", "peak", "sent", "best time")
     bases = [{row[column][1] for row in known} for column in range(len(names))]
@@ -79,7 +79,7 @@ def _basis(bases: set[str]) -> str:
     others = bases - {"estimated"}
     if not others:
         return "estimated"
-    return ", ".join(sorted(others)) + ", ~ estimated" * ("estimated" in bases)
+    return ", ".join(sorted(others)) + ", ~est." * ("estimated" in bases)
 
 
 def _known(candidate) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ ROOM = 0.92  # fraction of a chip's memory that a program may use; the runtime n
 DOUBT = 1.25  # an estimate of memory may be too high by this factor; strategies with higher estimates are not compiled
 CLOSE = 1.05  # bytes or times up to this factor of the minimum count as equal
 _LATER = "not compiled"
-_UNKNOWN = "unknown without compiling: it may send far more"
+_UNKNOWN = "unknown until compiled: may send far more"
 FEW = 16  # for up to this number of devices, every strategy that may fit is compiled
 
 
@@ -278,7 +278,7 @@ class Drafts:
         if each.compiled and each.compiled.peak is None:
             verdict = f"rejected by the compiler: {each.compiled.said}"
         elif self.memory and each.peak > doubt * ROOM * self.memory:
-            verdict = f"rejected: needs more than {ROOM:.0%} of {self.memory / 2**30:.1f} GiB"
+            verdict = f"rejected: over {ROOM:.0%} of {self.memory / 2**30:.1f} GiB"
         return dataclasses.replace(each, verdict=verdict) if verdict else each
 
     @functools.lru_cache(None)  # noqa: B019
@@ -439,15 +439,15 @@ def _verdict(each, best, judged):
                 return "chosen: estimated to send least of those that fit"
             return "chosen: the only one that fits" if len(judged) > 1 else "chosen"
         if all(sent <= _sent(other) for other in others):
-            return "chosen: it sends least of those that fit"
-        return "chosen: it sends about the least, and " + _merit(
+            return "chosen: sends least of what fits"
+        return "chosen: sends about the least, and " + _merit(
             best, next(other for other in others if _sent(other) < sent)
         )
     if not least:
         return "sends more" if sent else "sends as little, and splits more"
     if sent > CLOSE * least:
         return f"sends {sent / least:.2f} times as much"
-    return f"sends about as much ({sent / least:.2f}); {best.strategy} " + _merit(best, each)
+    return f"sends as much; {best.strategy} " + _merit(best, each)
 
 
 def _merit(best: Candidate, other: Candidate) -> str:

@@ -329,7 +329,7 @@ def lookahead(
 ) -> optax.GradientTransformation:
     """Returns a Lookahead optimizer that stores the slow weights in its state.
 
-        slow = slow + rate (w - slow),        w = slow          (every `period` steps)
+        slow = slow + rate (w - slow),        w = slow          (every period steps)
 
     Here w are the parameters. Unlike `optax.lookahead`, it leaves them in the structure of the
     model, and stores the slow weights of 16-bit parameters in float32.
