@@ -54,26 +54,31 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The least time of a function on a chip, scope by scope, the result of `roofline`.
+    """The roofline of a function on a chip, the result of `roofline`: a lower bound of the time of
+    each named scope, and of the whole function.
 
     Attributes:
-        chip: the `Chip` whose rates are used.
+        chip: the `Chip` whose peak rates are used.
         devices: the number of JAX devices that share the work.
-        scopes: a `Bound` for each scope.
-        total: the `Bound` of the whole function. Its time is the sum of the scopes' times, because
-            they run one after another.
+        scopes: a tuple with a `Bound` for each scope, whose path is `Bound.scope`.
+        total: the `Bound` of the whole function. Its time is the sum of the times of all scopes,
+            because scopes run one after another.
         count: the FLOPs and bytes of the function, a `Count`.
-        ridge: the FLOPs per byte above which compute is the bound, or None if a rate is unknown.
-        measured: the median time of a call on this machine in seconds, or None.
-        mfu: the model FLOPs utilization at the measured time, an `MFU`.
+        ridge: the FLOPs per byte of memory traffic above which compute, not memory, limits the
+            speed, or None if a rate is unknown.
+        measured: the median time of a call on this machine in seconds, or None if it was not
+            measured.
+        mfu: the model FLOPs utilization for the measured time, an `MFU`.
         waste: a `Waste` for each matrix product that fills less than 90 % of its tiles (see
             `tile_waste`).
-        rule: the size of the chip's tiles (blocks of a matrix product) and its source, as text.
-        notes: why the figures are not exact.
+        rule: the size of the chip's tiles (blocks of a matrix product) and the source of this size,
+            as text.
+        notes: the reasons why the figures are not exact.
 
     >>> x = jax.ShapeDtypeStruct((256, 256), "float32")
-    >>> cost.roofline(lambda x: x @ x, x, chip="TPU v5e").total.bound
-    'memory'
+    >>> report = cost.roofline(lambda x: x @ x, x, chip="TPU v5e")
+    >>> report.total.bound, f"{report.total.seconds:.1e} s"      # what limits it, and the lower bound
+    ('memory', '6.4e-07 s')
     """
 
     chip: Chip

@@ -85,19 +85,23 @@ def padded_shape(
 
 
 def tile_size(chip: Chip, dtype: Any) -> int:
-    """Returns the number of columns of the tiles (blocks) in which a chip computes a matrix
-    product.
+    """Returns the number of columns of the tiles (blocks) in which a chip computes the result of a
+    matrix product.
 
-    It is 1 if the tiles of the chip are unknown, so that every number of columns is a multiple of
-    it.
+    If the tiles of the chip are unknown, `tile_size` returns 1, so that every number of columns is
+    a multiple of the tile size.
 
     Args:
         chip: the `Chip` that computes the matrix product.
-        dtype: the dtype of the operands.
+        dtype: the dtype of the operands. The tile size depends on it on CPUs only, where a tile is
+            as wide as a vector register.
 
     >>> from fnet import hardware as hw
     >>> cost.tile_size(hw.chips["TPU v5e"], "bfloat16")
     128
+    >>> cpu = hw.Chip("a CPU", "cpu", architecture="AVX-512")
+    >>> cost.tile_size(cpu, "bfloat16"), cost.tile_size(cpu, "float32")
+    (32, 16)
     """
     if chip.kind == "tpu":
         return chip.units.get("mxu_dim", 128)

@@ -20,15 +20,16 @@ from fnet.training import Mean
 
 @struct.dataclass
 class FederatedState:
-    """The state of the server, for `tr.fit`, of which one step is one round.
+    """The state of the server in federated averaging. `tr.fit` accepts a `FederatedState` as its
+    argument `state`, and one step of `tr.fit` is one round of federated averaging.
 
     Fields:
       step: the number of completed rounds, an int32 scalar.
       params: the parameters of the server.
       opt_state: the state of the server's optimizer.
       key: the PRNG key for the random choices of each round: the clients, the order of their
-        examples, and which of them do not answer.
-      bytes: the bytes that the server has sent and received so far, a float32 scalar.
+        examples, and the clients that do not answer.
+      bytes: the number of bytes that the server has sent and received so far, a float32 scalar.
 
     >>> state = federated.init(jax.random.key(0), {"w": jnp.zeros(3)}, optax.sgd(1.0))
     >>> int(state.step), float(state.bytes)

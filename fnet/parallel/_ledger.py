@@ -28,18 +28,22 @@ _BITS = {"pred": 8, "token": 0}
 
 
 class Transfer(NamedTuple):
-    """One collective, a transfer between chips, of a compiled program or of an estimate.
+    """One collective operation (a transfer between chips) of a compiled program or of an estimate.
+
+    `sent` is the number of bytes that one chip sends for it in one run of the program, such as a
+    training step.
 
     Attributes:
-        collective: its kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
-            "collective-permute" and so on.
-        scope: the path of the named scopes around it (`jax.named_scope`), that of the forward
-            operation also in the backward pass; "" if XLA does not state it.
-            "conv/avoid_split_image_convolution" is a transfer with which the layer "conv" avoids a
-            wrong result of XLA, whose script in `findings/` has that name.
-        bytes: the size of its result on one chip.
-        group: the number of chips that take part.
-        times: how often one run of the program runs it.
+        collective: the kind of the collective, such as "all-reduce", "all-gather",
+            "reduce-scatter", "all-to-all" or "collective-permute".
+        scope: the path of the named scopes (`jax.named_scope`) that contain the operation, or "" if
+            XLA does not state the path. An operation of the backward pass has the path of the
+            corresponding forward operation. "conv/avoid_split_image_convolution" is a transfer with
+            which the layer "conv" avoids a wrong result of XLA; the script
+            `findings/split_image_convolution.sh` shows this wrong result.
+        bytes: the size in bytes of the collective's result on one chip.
+        group: the number of chips that take part in the collective.
+        times: the number of times that one run of the program runs this collective.
 
     >>> transfer = parallel.Transfer("all-reduce", "head", 1_000_000, group=4, times=2)
     >>> transfer.sent                                          # 2 (4 - 1) / 4 of the bytes, twice

@@ -111,16 +111,26 @@ class Bundle:
         )
 
     def call(self, entry, *inputs, **named):
-        """Runs an entry point with the bundle's weights.
+        """Runs an entry point, one of the functions of the bundle, with the bundle's weights.
+
+            logits = bundle.call("predict", x)                 # the same as bundle(x)
+            vectors = bundle.call("embed", x)                  # another entry point
+            vectors = bundle.call("embed", x=x)                # with the name of the input
+
+        Args:
+            entry: the name of the entry point, one of `entries`.
+            inputs, named: the inputs, in the order of the signature or by name. The text
+                `signature(entry)` has their names, dtypes and shapes.
 
         Returns:
             The output, a tree of arrays.
 
         Raises:
-            BundleError: the inputs do not match the signature, or a value does not fit its dtype;
-                the message names the input and the constraint that it violates. Also if the program
-                has dtypes of 64 bits and jax_enable_x64 is not set, or if a later JAX wrote the
-                bundle and the installed one cannot read it.
+            BundleError: the bundle has no such entry point, the inputs do not match its signature
+                (structure, dtypes and shapes), or an input has a value that the dtype in the
+                signature cannot hold. The message names the input and states the violated
+                constraint. Also if the program has dtypes of 64 bits and jax_enable_x64 is not set,
+                or if a later version of JAX wrote the bundle and the installed one cannot read it.
         """
         return self.function(entry)(self.arrays, *inputs, **named)
 
