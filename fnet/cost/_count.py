@@ -18,19 +18,26 @@ from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, traits
 class Cost:
     """The FLOPs and bytes of a named scope, or of several together.
 
+    Two properties add up the FLOPs, and which to use depends on the question:
+
+    - `flops` is `matmul + elementwise + reduction`: what the function computes, recomputation
+      included.
+    - `model_flops` is `matmul - recomputed`: what MFU counts, and what you compare models by.
+
+    For memory traffic, use `fused_bytes`, as `roofline` does; `bytes` is only an upper bound of it.
+
     Attributes:
         matmul: the FLOPs of matrix products and convolutions, 2 for each multiply-add. Exact,
             except that convolutions include multiplications with the zeros of the padding.
         elementwise: the FLOPs of elementwise operations, 1 for each element of the result.
         reduction: the FLOPs of reductions, 1 for each element of the operand.
-        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. They
-            are not in `flops`.
+        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions, which
+            are in neither `flops` nor `model_flops`.
         recomputed: the FLOPs in `matmul` that the backward pass spends on recomputation
-            (rematerialization). They are in `flops`, but not in `model_flops`.
-        bytes: the inputs and outputs of every operation, as if nothing were fused: an upper bound
-            of the memory traffic.
-        fused_bytes: an estimate of the memory traffic, with elementwise operations fused with their
-            neighbors.
+            (rematerialization).
+        bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused.
+        fused_bytes: an estimate of the bytes of memory traffic, with elementwise operations fused
+            with their neighbors.
 
     >>> total = cost.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).total
     >>> total.matmul, total.flops, total.bytes                  # 2 * 8 * 16 * 4 FLOPs; float32 operands and result

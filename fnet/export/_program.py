@@ -23,8 +23,10 @@ from fnet.export.standalone._signature import WIDE, converted
 class Program:
     """The functions of a model, traced with size variables, and the weights that they share.
 
-    `export.program` makes one, with the entry point "predict". Add others with `entry`, and write
-    the program with `save`, `onnx` or `litert`.
+    `export.program` makes a `Program` with one function, the entry point "predict", and its method
+    `entry` adds others. The methods `save`, `onnx` and `litert` write it to a file. A size variable
+    may then be any size from 1 that meets the constraints of its `export.spec`; only `litert` fixes
+    all sizes.
 
     Attributes:
         entries: the entry points, {name: `Entry`}.

@@ -156,18 +156,19 @@ class Chip:
     half a TPU v3. A number that is not known is None, or absent from its table.
 
     Attributes:
-        name: the name in the catalog, or the one that the device reports.
+        name: the name in the catalog, or the name that the device reports.
         kind: "cpu", "gpu" or "tpu".
         vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
         known: whether there are peak rates, from the catalog, the instruction set of a CPU, or
-            `measure`. Otherwise `peaks` is empty; fnet never uses those of a similar chip.
+            `measure`. Otherwise `peaks` is empty; fnet never uses the peaks of a similar chip.
         year: the year of its introduction.
         device_kinds: the names that JAX reports for it (`jax.Device.device_kind`).
         aliases: further names with which the catalog finds it.
         architecture: the compute capability of an NVIDIA GPU ("9.0"), the gfx name of an AMD GPU
             ("gfx942"), or the instruction set of a CPU.
-        peaks: {dtype: rate of matrix products} in FLOP/s (for integers, operations/s), for dense
-            operands and float32 accumulation.
+        peaks: the peak rates of matrix products, {dtype: rate}, in FLOP/s (for integers,
+            operations/s), for dense operands and float32 accumulation. Keys are short names such as
+            "bf16", "fp32" or "int8"; `peak` takes a dtype of JAX.
         memory_bytes: the size of the memory in bytes.
         memory_kind: "HBM3", "GDDR6", "DDR5" and so on.
         caches: {level of cache: bytes}, with names such as "L2". If each core has its own, the sum
@@ -176,11 +177,12 @@ class Chip:
         links: how chips of this kind are connected, `Links`.
         jax_devices_per_chip: the number of JAX devices that share the chip.
         power_watts: the published thermal design power in watts.
-        power_source: where it was published.
+        power_source: where `power_watts` was published.
         prices: `Price` objects.
-        quoted: peaks that other sources than that of `peaks` state, `Quote` objects. They may
+        quoted: `Quote` objects, published peaks from other sources than `peaks`, whose values may
             differ.
-        explained: {dtype: why the value in `peaks` differs from the one computed from `units`}.
+        explained: the reasons why values in `peaks` differ from the peaks computed from `units`,
+            {dtype: reason}.
         units: what peak rates are computed from, {name: value}: the number of multiprocessors,
             matrix units or cores, the clock in GHz and so on.
         bases: how the numbers were obtained, {name: basis}. A name is an attribute, such as

@@ -49,16 +49,20 @@ class Statistic:
 class Statistics:
     """The result of `statistics`; `str()` returns a table.
 
+    A `Statistic` holds the numbers of one array: mean, standard deviation, largest absolute value,
+    number of NaN and infinite elements, fraction of dead units, and norm of the gradient.
+
     Attributes:
         result: the result of the function.
         sites: a `Statistic` for each named value, in the order of computation.
         parameters: a `Statistic` for each parameter.
-        arrays: {name: array} for histograms: "values/site" and "cotangents/site" for each named
-            value (site), "parameters/path" and "gradients/path" for each parameter.
+        arrays: the arrays themselves, for histograms, {name: array}. Each named value (site) has
+            two, "values/SITE" and its derivative "cotangents/SITE"; each parameter has two,
+            "parameters/PATH" and its derivative "gradients/PATH".
 
     >>> report = introspect.statistics(lambda w, x: ft.tag(x @ w, "product").sum(), jnp.ones((2, 3)), jnp.ones((4, 2)))
-    >>> "product" in str(report)
-    True
+    >>> "product" in str(report), sorted(report.arrays)
+    (True, ['cotangents/product', 'gradients/params', 'parameters/params', 'values/product'])
     """
 
     result: float

@@ -32,10 +32,13 @@ class Dropout(Layer):
         broadcast: axes along which all elements share one random decision; `(1, 2)` drops whole
             channels of images. Default (): each element has its own.
 
-    Input and output: a floating-point array of any shape with at least one axis. A call may pass
-    its own `rate=`, a number or a scalar array, for example where the rate is a hyperparameter in
-    a population of models (`fnet.search.population`). In an array, values outside [0, 1] are not
-    detected.
+    Inputs:
+        x: a floating-point array of any shape with at least one axis.
+        rate: a number or a scalar array, which replaces the rate of the layer in this call. So the
+            rate can be a hyperparameter in a population of models (`fnet.search.population`). In an
+            array, values outside [0, 1] are not detected. Default None: the rate of the layer.
+
+    Output: the shape and dtype of x.
 
     Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from
     Overfitting.

@@ -160,10 +160,16 @@ class BatchNorm(Layer):
     >>> state["mean"]
     Array([0.1, 0.1, 0.1], dtype=float32)
 
-    With `train=True`, mean and var are those of the batch, and the running statistics in the state
-    move towards them: `mean <- momentum * mean + (1 - momentum) * batch_mean`. Otherwise, the
-    running statistics are used. Both variances are biased (divided by n), as in Flax and Keras;
-    PyTorch's running variance is not (divided by n - 1).
+    With `train=True`, mean and var are the statistics of the batch, and the call updates the
+    running statistics in the state:
+
+        mean <- momentum * mean + (1 - momentum) * batch_mean
+        var <- momentum * var + (1 - momentum) * batch_var
+
+    Without `train=True`, mean and var are the running statistics, and the state does not change.
+
+    In both variances, the sum of the squared differences is divided by their number n, as in Flax
+    and Keras. PyTorch divides by n only to normalize, and by n - 1 for its running variance.
 
     Args:
         momentum: the weight of the old running statistics in each update, which is 1 minus
@@ -171,16 +177,17 @@ class BatchNorm(Layer):
         epsilon: added to the variance. Default 1e-5.
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default True.
-        axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several, over
-            which statistics are computed in addition to the batch. Not needed with `jit` and
-            sharded arrays, where they are always those of the complete batch. Default None.
+        axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names.
+            The statistics are computed over the batch and these axes. With `jit` and sharded
+            arrays, no name is needed: statistics are always over the complete batch. Default None.
         scale_init: initializer of scale. Default: ones.
 
     Inputs:
         x: [batch, ..., channels], floating point.
         weight: a weight for each example, [batch], or for each position, such as [batch, time].
-            What has weight 0, such as padding, does not affect the statistics. Default: all
-            weights are 1.
+            The statistics become weighted means: an example of weight 0.5 counts half as much as
+            one of weight 1, and an example or position of weight 0, such as padding, does not
+            count at all. Default: all weights are 1.
 
     Output: the shape and dtype of x.
 

@@ -99,13 +99,15 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
 
 
 def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
-    """Writes a configuration to `workdir/config.json`, and returns this path.
+    """Writes a configuration to `workdir/config.json`, and returns the path of this file.
 
-    `fit(config=)` does so after it has locked the folder of the run.
+    An existing config.json is replaced without a comparison; `same_config` compares. Another
+    process that reads the file meanwhile finds the old or the new content, never a part.
+    `fit(config=)` calls `save_config` after it has locked the folder of the run.
 
     Args:
       config: a dataclass, or a dict of JSON types.
-      workdir: the folder of the run, a path or a URL, which is created if it does not exist.
+      workdir: the folder of the run, a path or a URL. It is created if it does not exist.
 
     >>> import json, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -127,10 +127,12 @@ class TreeLSTM(Model):
         width: number of features of a node.
         forget_bias: initial value of the bias b_f.
 
-    Inputs: labels, parents and lengths, as in `Trees`.
+    Inputs: the three arrays of `Trees`, which `pack_trees` makes: labels and parents, integers
+    [batch, nodes], and lengths, integers [batch].
 
-    Output: logits [batch, nodes, classes] of every node. Those of a tree are those of its root, the
-    last node: `logits[jnp.arange(batch), lengths - 1]`. The logits of padding are meaningless.
+    Output: logits [batch, nodes, classes] of every node. The logits of a tree are those of its
+    root, the last node: `logits[jnp.arange(batch), lengths - 1]`. The logits of padding are
+    meaningless.
 
     Source: Tai, Socher and Manning (2015), Improved Semantic Representations From Tree-Structured
     Long Short-Term Memory Networks, eq. 2 to 8.

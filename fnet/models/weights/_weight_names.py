@@ -158,17 +158,18 @@ class Spare:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A second key (name) for the array at the path `ours`. If a file contains both, the two arrays
-    must be equal.
+    """A second key (name) that a file may contain for the array at the path `ours`.
 
-    It has no effect if a `Rule` of the model already reads the key. So the same rules serve models
-    that compute the logits with the embedding table and models with a separate output layer.
+    `Tied` has no effect if a `Rule` of the model already reads this key. So the same rules serve
+    models that compute the logits with the embedding table and models with a separate output layer.
+    If a file contains two different arrays under the two keys, reading it raises a `ValueError`
+    with the second key and the path.
 
     Args:
-        theirs: the key in the file.
-        ours: the path of the array in fnet, for which the model must also have a `Rule`.
+        theirs: the second key in the file.
+        ours: the path of the array in fnet. The model must also have a `Rule` for this path.
         layout: as in `Rule`.
-        write: whether `save` writes the array a second time, under this key.
+        write: whether `save` writes the array a second time, under the key `theirs`. Default False.
 
     >>> Tied("lm_head.weight", "embed/embedding").ours
     'embed/embedding'

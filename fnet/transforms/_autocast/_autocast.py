@@ -516,11 +516,15 @@ def _to(x, dtype):
 class Row(NamedTuple):
     """What autocast does with one equation: scope, primitive, kind, dtype and reason.
 
-    The kind says how the equation is evaluated: "lower", with low-precision operands and float32
-    sums; "follow", in the dtype of its inputs; "float32", in the dtype in which it was traced;
-    "convolution", a convolution that the policy keeps in float32; "author", kept in float32 by a
-    rule or `full_precision`; "cast", from bool to float32, which is exact in any dtype; "opaque", a
-    primitive that fnet does not know, with operations inside it that are not reached.
+    The kind says how the equation is evaluated:
+
+    - "lower": with low-precision operands and float32 sums, as matrix products and convolutions are.
+    - "follow": in the dtype of its inputs.
+    - "float32": in the dtype in which it was traced.
+    - "convolution": a convolution that the policy keeps in float32.
+    - "author": kept in float32 by a rule or `full_precision`.
+    - "cast": a cast from bool to float32, whose result is exact in any dtype.
+    - "opaque": a primitive that fnet does not know. Operations inside it are not reached.
     """
 
     scope: str

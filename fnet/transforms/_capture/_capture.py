@@ -165,14 +165,15 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
 
 
 def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
-    """Returns a function that computes `f`, but replaces some of its named intermediate values.
+    """Returns a function that computes `f`, but replaces some of its named intermediate values (see
+    `sites`).
 
         y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
 
     Whatever reads a changed value reads the new one. If nothing needs the original value any more,
     a compiled program does not compute it. The order of transforms matters: in
     `vmap(intervene(f, ...))`, your functions receive the value of one example, and in
-    `intervene(vmap(f), ...)` that of the whole batch.
+    `intervene(vmap(f), ...)` the value of the whole batch.
 
     Args:
         f: any function. For the gradient of the changed function, use
@@ -187,9 +188,10 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
         A function with f's arguments and results.
 
     Raises:
-        ValueError: a pattern matches no named value, or one inside a while loop, a branch of cond
-            or a shard_map, or one inside a function with a custom derivative or that `f` itself
-            differentiates, because its derivative would still use the original value.
+        ValueError: a pattern matches no named value. Or it matches one that cannot be replaced: a
+            value inside a while loop, a branch of cond or a shard_map; a value inside a function
+            with a custom derivative; or a value in a part of `f` that `f` itself differentiates. In
+            the last two cases, the derivative would still use the original value.
         TypeError: a new value differs from the original value in structure, shape or dtype.
 
     >>> def f(x):
