@@ -27,7 +27,11 @@ PAGES = [
         if "_build" not in path.parts and "```python\n" in path.read_text()
     ),
 ]
-NEEDS = {"docs/getting_started/first_network.md": "sklearn", "docs/how_to/serve.md": "uvicorn"}
+NEEDS = {
+    "docs/getting_started/first_network.md": "sklearn",
+    "docs/how_to/own_data.md": "PIL",
+    "docs/how_to/serve.md": "uvicorn",
+}
 PACKAGES = {"pytorch": "torch", "keras": "keras", "equinox": "equinox", "haiku": "haiku"}
 SLOW = (
     "docs/getting_started/",
