@@ -130,17 +130,14 @@ class Interpreter:
     def run(self, f: Callable, args: tuple, kwargs: dict) -> Any:
         """Evaluates the rewritten f(*args, **kwargs)."""
         traced = Traced(f, args, kwargs)
-        with _jax.classic_tracing():
-            outputs = self.outputs(self.opened(traced.closed), traced.arrays)
-        return traced.result(outputs)
+        return traced.result(self.outputs(self.opened(traced.closed), traced.arrays))
 
     def examine(self, f: Callable, args: tuple, kwargs: dict) -> Any:
         """Rewrites f for the given arguments, without computing anything, and returns the closed
         jaxpr of f before the rewriting. `jax.ShapeDtypeStruct`s will do as arguments."""
         traced = Traced(f, args, kwargs)
         closed = self.opened(traced.closed)
-        with _jax.classic_tracing():
-            jax.eval_shape(lambda arrays: self.outputs(closed, arrays), traced.arrays)
+        jax.eval_shape(lambda arrays: self.outputs(closed, arrays), traced.arrays)
         return closed
 
     def outputs(self, closed: Any, arrays: Iterable) -> list:
@@ -164,6 +161,7 @@ class Interpreter:
         """Returns the requirements (see `plan`) on the outputs of the whole function."""
         return (None,) * len(jaxpr.outvars)
 
+    @_jax.classic_tracing()  # here, because JAX calls the rules of derivatives later
     def evaluate(
         self,
         jaxpr: Any,
@@ -172,6 +170,8 @@ class Interpreter:
         outer: Scope = TOP,
         wanted: tuple | None = None,
     ) -> list[Value]:
+        """Evaluates an open jaxpr, and returns its outputs. JAX traces a rewritten loop to its older
+        primitive, as it has traced the program."""
         if wanted is None:
             wanted = (None,) * len(jaxpr.outvars)
         plan = self.plan(jaxpr, wanted)
@@ -230,8 +230,7 @@ class Interpreter:
 
         def call(*arrays: Any) -> list:
             values = [Value(x, note) for x, note in zip(arrays, notes)]
-            with _jax.classic_tracing():  # JAX calls the rules of derivatives later
-                outputs = self.evaluate(closed.jaxpr, closed.consts, values, at, wanted)
+            outputs = self.evaluate(closed.jaxpr, closed.consts, values, at, wanted)
             rewritten.notes = [y.note for y in outputs]
             return [
                 restore(y, v.aval) if restores else y.x

@@ -9,7 +9,7 @@ from checks import close, same
 from jax import lax
 from jax.experimental import hijax
 
-from fnet import _jax, cost
+from fnet import _jax, compress, cost
 from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.jaxpr import equations
@@ -329,6 +329,24 @@ def test_scans_of_the_transforms_themselves_have_gradients(switched):
         lambda: jax.grad(ft.microbatch(lambda w, x: loss(w, x), 2))(W, X),
     ):
         close(f(), switched(f))
+
+
+@pytest.mark.parametrize("name", ["shrink", "use_implicit_arrays"])
+def test_evaluated_programs_are_those_without_the_switch(switched, name):
+    """JAX has no gradient of a scan with jax_scan3, and jit removes it if only its carry is used."""
+
+    def f(params, x):
+        step = lambda h, _: (jnp.tanh(h @ params["v"] @ params["w"]), None)
+        return lax.scan(step, x, length=3)[0]
+
+    params = {"v": W, "w": W.T}
+    if name == "shrink":
+        smaller = compress.shrink(f, params, X, fraction=0.5)
+        g, params = smaller.f, smaller.params
+    else:
+        g, params = ft.use_implicit_arrays(f), compress.quantize(params, {".*": compress.Int8()})
+    gradient = lambda: jax.jit(jax.value_and_grad(lambda x: g(params, x).sum()))(X)
+    same(gradient(), switched(gradient))
 
 
 @pytest.mark.skipif(

@@ -292,8 +292,7 @@ class _Program:
         return list({(match.site, match.indices): match for match in found}.values())
 
     def evaluate(self, inspector) -> tuple[list, dict]:
-        with _jax.classic_tracing():
-            return inspector(self.traced.closed, self.traced.arrays)
+        return inspector(self.traced.closed, self.traced.arrays)
 
     def run(self, inspector) -> tuple[Any, dict]:
         outputs, leaves = self.evaluate(inspector)
