@@ -20,7 +20,7 @@ IMPORTS = {
     "cost": "_util hardware jaxpr",
     "transforms": "_jax _util hardware jaxpr",
     "parallel": "_jax _util axes cost hardware jaxpr transforms",
-    "introspect": "_jax _util cost hardware jaxpr layers transforms",
+    "introspect": "_jax _util axes cost hardware jaxpr layers transforms",
     "compress": "_jax _util axes cost hardware jaxpr transforms",
     "models": "_util compress jaxpr layers transforms",
     "export": "_jax _util jaxpr layers",

@@ -2,14 +2,26 @@
 the batch axis goes, and the evaluation of a program after indices of an axis were removed.
 
 - `TiedProgram`: a program that can be evaluated at reduced sizes of its axes.
+- `axis_map`: the axes of an equation's operands and results, by letters.
 - `batch_axes`: the batch axes of an equation's outputs.
 - `observe`: a program that tags the activations along the axes that can be reduced.
 """
 
+from fnet.axes._axis_map import AxisMap
 from fnet.axes._follow import batch_axes, before
 from fnet.axes._observe import NAME as ACTIVATIONS
 from fnet.axes._observe import observe
 from fnet.axes._resize import TiedProgram
 from fnet.axes._resize import indices as remaining_indices
+from fnet.axes._table import axis_map
 
-__all__ = ["ACTIVATIONS", "TiedProgram", "batch_axes", "before", "observe", "remaining_indices"]
+__all__ = [
+    "ACTIVATIONS",
+    "AxisMap",
+    "TiedProgram",
+    "axis_map",
+    "batch_axes",
+    "before",
+    "observe",
+    "remaining_indices",
+]

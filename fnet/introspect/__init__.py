@@ -6,9 +6,11 @@
 - `statistics`: NaN, dead units and gradient norms of named values and parameters.
 - `check_gradient`: a derivative against finite differences.
 - `compare`: the first named value in which two programs differ.
+- `depends`: which positions of the results depend on which positions of the arguments, proved.
 """
 
 from fnet.introspect._compare import Comparison, Difference, compare
+from fnet.introspect._depends._report import Dependence, NotProved, Verdict, depends
 from fnet.introspect._gradients import GradientCheck, Slope, check_gradient
 from fnet.introspect._graph._graph import Graph, graph
 from fnet.introspect._profile import Profile, TimedRow, profile
@@ -17,9 +19,11 @@ from fnet.introspect._summary import Row, Summary, summary
 
 __all__ = [
     "Comparison",
+    "Dependence",
     "Difference",
     "GradientCheck",
     "Graph",
+    "NotProved",
     "Profile",
     "Row",
     "Slope",
@@ -27,8 +31,10 @@ __all__ = [
     "Statistics",
     "Summary",
     "TimedRow",
+    "Verdict",
     "check_gradient",
     "compare",
+    "depends",
     "graph",
     "profile",
     "statistics",

@@ -51,6 +51,7 @@ class Reduction(NamedTuple):
 
 class Cumulative(NamedTuple):
     axis: int
+    reverse: bool
 
 
 class Window(NamedTuple):
@@ -59,6 +60,16 @@ class Window(NamedTuple):
     window_dimensions: Shape
     window_strides: Shape
     padding: Sequence[tuple[int, int]]
+    base_dilation: Shape
+    window_dilation: Shape
+
+
+class Iota(NamedTuple):
+    dimension: int
+
+
+class Fourier(NamedTuple):
+    fft_lengths: Shape
 
 
 class Slice(NamedTuple):
@@ -94,6 +105,7 @@ class Gather(NamedTuple):
     dimension_numbers: lax.GatherDimensionNumbers
     slice_sizes: Shape
     fill_value: Any
+    mode: Any
 
 
 class Scatter(NamedTuple):
@@ -136,6 +148,8 @@ _RECORDS: dict[str, type] = {
     **dict.fromkeys(("argmax", "argmin"), Reduction),
     **{f"cum{name}": Cumulative for name in "sum prod max min logsumexp".split()},
     **{f"reduce_window{name}": Window for name in ("_sum", "_max", "_min")},
+    "iota": Iota,
+    "fft": Fourier,
     "slice": Slice,
     "dynamic_slice": DynamicSlice,
     "split": Split,

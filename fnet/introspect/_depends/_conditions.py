@@ -1,0 +1,75 @@
+"""What a proof assumes about the values in a program, and whether a batch fulfills it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+_TEXTS = {
+    "finite": "{what} is finite",
+    "nonzero": "{what} is neither 0 nor NaN",
+    "at most": "{what} is at most {bound:.4g}",
+    "at least": "{what} is at least {bound:.4g}",
+    "above": "{what} is above {bound:.4g}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """An assumption about one operand or result of an equation.
+
+    Attributes:
+        kind: "finite", "nonzero", "at most", "at least" or "above".
+        operand: the index of the operand, or None for the result.
+        bound: the number to which it is compared.
+        primitive: the equation's primitive.
+        path: the path of the layer, "" outside of layers.
+        eqn: the equation.
+    """
+
+    kind: str
+    operand: int | None
+    bound: float
+    primitive: str
+    path: str
+    eqn: Any = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        what = "the result" if self.operand is None else f"operand {self.operand}"
+        place = f" in {self.path}" if self.path else ""
+        return _TEXTS[self.kind].format(what=f"{what} of {self.primitive}{place}", bound=self.bound)
+
+
+class Assumptions:
+    """Collects what an analysis assumes. With `allowed=False`, nothing may be assumed."""
+
+    def __init__(self, allowed: bool):
+        self.allowed = allowed
+        self.path = ""
+        self.made: dict[tuple, Condition] = {}
+
+    def finite(self, eqn: Any, operand: int) -> bool:
+        return self._assume("finite", eqn, operand, 0.0)
+
+    def nonzero(self, eqn: Any, operand: int) -> bool:
+        return self._assume("nonzero", eqn, operand, 0.0)
+
+    def at_most(self, eqn: Any, operand: int, bound: float) -> bool:
+        return self._assume("at most", eqn, operand, bound)
+
+    def at_least(self, eqn: Any, operand: int, bound: float) -> bool:
+        return self._assume("at least", eqn, operand, bound)
+
+    def result_above(self, eqn: Any, bound: float) -> bool:
+        return self._assume("above", eqn, None, bound)
+
+    def _assume(self, kind: str, eqn: Any, operand: int | None, bound: float) -> bool:
+        if self.allowed:
+            key = (id(eqn), kind, operand)
+            before = self.made.get(key)
+            if before is not None and kind in ("at most",):
+                bound = min(bound, before.bound)
+            elif before is not None:
+                bound = max(bound, before.bound)
+            self.made[key] = Condition(kind, operand, bound, eqn.primitive.name, self.path, eqn)
+        return self.allowed

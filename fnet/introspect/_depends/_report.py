@@ -1,0 +1,467 @@
+"""`depends`: which positions of a function's results depend on which positions of its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet import _jax
+from fnet.introspect._depends import _trials
+from fnet.introspect._depends._conditions import Assumptions, Condition
+from fnet.introspect._depends._reach import FAR, Reach, nothing, source
+from fnet.introspect._depends._trials import Counterexample
+from fnet.introspect._depends._walk import Step, Walk
+from fnet.jaxpr import Interpreter, Traced, check_function, title
+
+Axes = Any  # an axis for each array, in a tree as for jax.vmap
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is known about a claim.
+
+    Attributes:
+        claim: the claim in words.
+        status: "proved", "proved if" (the conditions hold), "refuted" or "tested" (neither proved
+            nor refuted).
+        conditions: the `Condition`s under which the claim is proved.
+        path: the path of the layer in which the claim breaks, "" if there is none.
+        primitive: the operation that breaks it, "" if there is none.
+        positions: a pair (output position, input position) that the claim excludes and the analysis
+            does not, or None.
+        counterexample: a `Counterexample` if the claim is refuted.
+        trials: how many pairs of inputs were compared.
+        opaque: the operations without a rule, {name: path}.
+    """
+
+    claim: str
+    status: str
+    conditions: tuple[Condition, ...] = ()
+    path: str = ""
+    primitive: str = ""
+    positions: tuple[int, int] | None = None
+    counterexample: Counterexample | None = None
+    trials: int = 0
+    opaque: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    _program: Any = dataclasses.field(default=None, repr=False)
+
+    def holds(self, *args: Any) -> bool:
+        """Whether a batch fulfills the conditions: the arguments that `depends` had, of the same
+        shapes."""
+        return self.status == "proved" or _fulfilled(self._program, self.conditions, args)
+
+    def __str__(self) -> str:
+        if self.status == "proved":
+            return f"{self.claim}: proved"
+        if self.status == "proved if":
+            lines = [f"{self.claim}: proved if", *(f"  {each}" for each in self.conditions)]
+            return "\n".join(lines)
+        place = f" in {self.path}" if self.path else ""
+        where = f"; the first operation that breaks it is {self.primitive}{place}"
+        where = where if self.primitive else ""
+        if self.positions is not None:
+            i, j = self.positions
+            where += f", with output position {i} and input position {j}"
+        if self.counterexample is not None:
+            return f"{self.claim}: refuted, because {self.counterexample}{where}"
+        opaque = ", ".join(
+            f"{name} in {path}" if path else name for name, path in self.opaque.items()
+        )
+        unknown = f"; no rule for {opaque}" if opaque else ""
+        return f"{self.claim}: tested with {self.trials} changes, not proved{unknown}{where}"
+
+
+class NotProved(Exception):
+    """Raised by `Dependence.check`. The attribute `verdict` is the `Verdict`."""
+
+    def __init__(self, verdict: Verdict, advice: str = ""):
+        super().__init__(str(verdict) + advice)
+        self.verdict = verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis that is followed.
+
+    Attributes:
+        sources: {input of the program: axis}.
+        targets: {output of the program: axis}.
+        size: its length.
+    """
+
+    sources: Mapping[int, int]
+    targets: Mapping[int, int]
+    size: int
+
+
+class Dependence:
+    """The result of `depends`.
+
+        report = introspect.depends(model, params, tokens, axes={"b": ((None, 0), 0), "t": ((None, 1), 1)})
+        report.check(independent="b", causal="t", assume="finite")
+
+    `print(report)` shows, for each named axis, how the results depend on the arguments.
+    """
+
+    def __init__(self, traced: Traced, axes: Mapping[str, Axis], names: Sequence[str]):
+        self._traced = traced
+        self._axes = dict(axes)
+        self._outputs = list(names)
+
+    @property
+    def closed(self) -> Any:
+        return self._traced.closed
+
+    def verdict(self, kind: str, axis: str | int) -> Verdict:
+        """Returns the `Verdict` on a claim, `kind` "independent" or "causal"."""
+        followed = self._axis(axis)
+        claim = f"{_CLAIMS[kind]} along {axis!r}"
+        for allowed in (False, True):
+            walk, outputs = self._reaches(followed, allowed)
+            broken = self._broken(kind, followed, outputs)
+            if broken is None:
+                conditions = tuple(walk.assumed.made.values())
+                status = "proved if" if conditions else "proved"
+                return Verdict(claim, status, conditions, _program=(self.closed, walk.opened))
+        k, positions = broken  # type: ignore[misc]
+        step = self._culprit(kind, followed, k)
+        found, trials = _trials.find(
+            lambda *arrays: Interpreter().outputs(self.closed, arrays),
+            self._traced.arrays,
+            dict(followed.sources),
+            dict(followed.targets),
+            _FORBIDDEN[kind],
+            positions,
+        )
+        return Verdict(
+            claim,
+            "tested" if found is None else "refuted",
+            (),
+            step.path if step else "",
+            title(step.eqn) if step else "",
+            positions,
+            found,
+            trials,
+            dict(walk.opaque),
+        )
+
+    def check(
+        self,
+        *,
+        independent: str | int | None = None,
+        causal: str | int | None = None,
+        assume: str | None = None,
+    ) -> Dependence:
+        """Returns the report if the claims are proved, and raises `NotProved` otherwise.
+
+        Args:
+            independent: an axis. Each position of the results depends on the same position of the
+                arguments alone: its bits do not change, whatever the bits at other positions, NaN
+                and Inf included.
+            causal: an axis. Each position of the results depends on the same and earlier positions.
+            assume: "finite" accepts claims that are proved under conditions, such as that values
+                which a mask multiplies by 0 are finite. The `Verdict` lists them. Default None.
+
+        Raises:
+            NotProved: a claim is refuted, or neither proved nor refuted, or holds under conditions
+                only and `assume` is None.
+            ValueError: an axis or `assume` is unknown.
+        """
+        if assume not in (None, "finite"):
+            raise ValueError(f"assume must be None or 'finite', got {assume!r}")
+        for kind, axis in (("independent", independent), ("causal", causal)):
+            if axis is None:
+                continue
+            found = self.verdict(kind, axis)
+            if found.status == "proved if" and assume is None:
+                raise NotProved(found, "\nAccept this with check(..., assume='finite').")
+            if found.status not in ("proved", "proved if"):
+                raise NotProved(found)
+        return self
+
+    def _axis(self, name: str | int) -> Axis:
+        if name in self._axes:
+            return self._axes[name]  # type: ignore[index]
+        known = ", ".join(map(repr, self._axes)) or "none"
+        raise ValueError(f"unknown axis {name!r}; the axes of this report are {known}")
+
+    def _reaches(self, axis: Axis, allowed: bool, record: bool = False) -> tuple[Any, list[Reach]]:
+        jaxpr = self.closed.jaxpr
+        inputs = [
+            source(v.aval.shape, axis.sources[i]) if i in axis.sources else nothing(v.aval.shape)
+            for i, v in enumerate(jaxpr.invars)
+        ]
+        walk = Walk(Assumptions(allowed), record)
+        outputs, walk.steps = walk(jaxpr, self.closed.consts, inputs)
+        return walk, outputs
+
+    def _broken(
+        self, kind: str, axis: Axis, outputs: Sequence[Reach]
+    ) -> tuple[int, tuple[int, int]] | None:
+        for k, along in axis.targets.items():
+            pair = violation(kind, outputs[k], along)
+            if pair is not None:
+                return k, pair
+        return None
+
+    def _culprit(self, kind: str, axis: Axis, output: int) -> Step | None:
+        """The operation at which the claim breaks: the last one, going back from the output, all of
+        whose operands still fulfill it."""
+        walk, _ = self._reaches(axis, True, record=True)
+        jaxpr = self.closed.jaxpr
+        return _first_break(kind, axis.size, jaxpr, walk.steps, jaxpr.outvars[output])
+
+    def __str__(self) -> str:
+        lines = []
+        for name, axis in self._axes.items():
+            _, outputs = self._reaches(axis, True)
+            for k, along in axis.targets.items():
+                lines.append(f"{self._outputs[k]} along {name!r}: {relation(outputs[k], along)}")
+        return "\n".join(lines)
+
+
+_CLAIMS = {"independent": "independent", "causal": "causal"}
+_FORBIDDEN: dict[str, Callable] = {
+    "independent": lambda i, j: i != j,
+    "causal": lambda i, j: i < j,
+}
+
+
+def violation(kind: str, reach: Reach, axis: int) -> tuple[int, int] | None:
+    """A pair (output position, input position) that a claim excludes, or None."""
+    size = reach.shape[axis]
+    others = tuple(i for i in range(len(reach.shape)) if i != axis)
+    low = np.broadcast_to(reach.low.min(others, initial=FAR).reshape(-1), (size,))
+    high = np.broadcast_to(reach.high.max(others, initial=-1).reshape(-1), (size,))
+    here = np.arange(size)
+    late = np.flatnonzero(high > here)
+    if len(late):
+        return int(late[0]), int(high[late[0]])
+    early = np.flatnonzero((low < here) & (low <= high))
+    if kind == "independent" and len(early):
+        return int(early[0]), int(low[early[0]])
+    return None
+
+
+def relation(reach: Reach, axis: int) -> str:
+    """How the positions of a result depend on those of the followed axis, in words."""
+    size = reach.shape[axis]
+    others = tuple(i for i in range(len(reach.shape)) if i != axis)
+    low = np.broadcast_to(reach.low.min(others, initial=FAR).reshape(-1), (size,)).astype(np.int64)
+    high = np.broadcast_to(reach.high.max(others, initial=-1).reshape(-1), (size,)).astype(np.int64)
+    here = np.arange(size)
+    if (low > high).all():
+        return "independent of it"
+    if (low == here).all() and (high == here).all():
+        return "the same position"
+    some = low <= high
+    before, after = int((here - low)[some].max()), int((high - here)[some].max())
+    if (low == 0).all() and (high == here).all():
+        return "the same and all earlier positions"
+    if max(abs(before), abs(after)) < max(size - 1, 1):
+        return _window(-before, after)
+    return "all positions" if (low == 0).all() and (high >= size - 1).all() else "several positions"
+
+
+def _window(first: int, last: int) -> str:
+    """Positions relative to that of the result, in words."""
+    words = lambda n: "the same" if n == 0 else f"{abs(n)} {'before' if n < 0 else 'after'}"
+    return f"position {words(first)}" if first == last else f"{words(first)} to {words(last)}"
+
+
+def _bad(kind: str, size: int, reach: Reach) -> bool:
+    """Whether no axis of a value fulfills the claim."""
+    if (reach.low > reach.high).all():
+        return False
+    if kind == "independent" and (reach.low >= reach.high).all() and reach.low.size > 1:
+        return False  # each element depends on one position, wherever the axis is now
+    return all(
+        n != size or violation(kind, reach, axis) is not None for axis, n in enumerate(reach.shape)
+    )
+
+
+def _first_break(kind: str, size: int, jaxpr: Any, steps: Sequence[Step], var: Any) -> Step | None:
+    produced = {v: (step, i) for step in steps for i, v in enumerate(step.eqn.outvars)}
+    found = None
+    while not isinstance(var, _jax.Literal) and var in produced:
+        step, i = produced[var]
+        found = step
+        wrong = [
+            v
+            for v, reach in zip(step.eqn.invars, step.operands)
+            if not isinstance(v, _jax.Literal) and v in produced and _bad(kind, size, reach)
+        ]
+        if wrong:
+            var = wrong[0]
+            continue
+        if step.inner is not None:
+            inside, body, _ = step.inner
+            outvars = body.outvars
+            if i < len(outvars):
+                deeper = _first_break(kind, size, body, inside, outvars[i])
+                return deeper or step
+        return step
+    return found
+
+
+class _Checker(Interpreter):
+    """Evaluates a program, and tells whether conditions hold for its values."""
+
+    def __init__(self, conditions: Sequence[Condition], opened: Mapping[int, Any]):
+        super().__init__()
+        self.conditions: dict[int, list[Condition]] = {}
+        for each in conditions:
+            self.conditions.setdefault(id(each.eqn), []).append(each)
+        self.opened_equations = opened
+        self.seen: list = []
+
+    def equation(self, eqn: Any, at: Any, inputs: list, plan: Any) -> Any:
+        found = self.conditions.get(id(eqn), ())
+        for each in found:
+            if each.operand is not None:
+                self._note(each, inputs[each.operand].x)
+        if id(eqn) in self.opened_equations:
+            outputs = self.evaluate(self.opened_equations[id(eqn)][1], (), inputs, at)
+        else:
+            outputs = self.default(eqn, at, inputs, (None,) * len(eqn.outvars))
+        for each in found:
+            if each.operand is None:
+                self._note(each, outputs[0].x)
+        return outputs
+
+    def _note(self, condition: Condition, x: Any) -> None:
+        jax.debug.callback(self.seen.append, _true(condition, jnp.asarray(x)))
+
+
+def _true(condition: Condition, x: Any) -> Any:
+    if condition.kind == "finite":
+        return jnp.isfinite(x).all()
+    if condition.kind == "nonzero":
+        return ((x != 0) & ~jnp.isnan(x)).all()
+    bound = jnp.asarray(condition.bound, jnp.float32)
+    y = x.astype(jnp.float32)
+    if condition.kind == "at most":
+        return (y <= bound).all()
+    return (y >= bound).all() if condition.kind == "at least" else (y > bound).all()
+
+
+def _fulfilled(program: Any, conditions: Sequence[Condition], args: tuple) -> bool:
+    if program is None:
+        return False
+    closed, opened = program
+    arrays = [x for x in jax.tree.leaves(args) if hasattr(x, "shape")]
+    checker = _Checker(conditions, opened)
+    jax.block_until_ready(checker.outputs(closed, arrays))
+    jax.effects_barrier()
+    return all(bool(each) for each in checker.seen)
+
+
+def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Dependence:
+    """Analyzes which positions of the results of f(*args, **kwargs) depend on which positions of its
+    arguments, along named axes.
+
+        report = introspect.depends(model, params, tokens, axes={"b": ((None, 0), 0), "t": ((None, 1), 1)})
+        print(report)
+        report.check(independent="b", causal="t", assume="finite")
+
+    The program is not run: each of its equations is evaluated on the positions that an element can
+    depend on. What is proved holds for arrays of these shapes, whatever is in them, and for the
+    operations of the program as JAX defines them.
+
+    Args:
+        f: a function of arrays, of any library.
+        args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do. If a claim can not be proved,
+            these arguments are changed to look for a counterexample.
+        axes: {name: (in_axes, out_axes)} as for `jax.vmap`: in_axes has an axis or None for each
+            argument, or a tree of them, and out_axes for the results. Arrays with None, such as
+            parameters, are shared. Instead of the pair, an integer is the axis of all arguments that
+            are arrays, and of all results. Default: {0: 0}.
+
+    Returns:
+        A `Dependence`.
+
+    Raises:
+        ValueError: an array has no such axis, or the axis has different lengths.
+
+    >>> def mean_of_neighbors(x):
+    ...     return (x[:, :-1] + x[:, 1:]) / 2
+    >>> print(depends(mean_of_neighbors, jnp.ones((4, 8)), axes={"b": 0, "t": 1}))
+    result along 'b': the same position
+    result along 't': the same to 1 after
+    """
+    check_function("depends", f)
+    traced = Traced(f, args, kwargs)
+    given = {0: 0} if axes is None else axes
+    if not isinstance(given, Mapping):
+        given = {given: given}
+    count = len(traced.closed.jaxpr.outvars)
+    tree, _ = traced.tree(range(count))
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    names = ["result"] * count
+    for path, leaf in paths:
+        if isinstance(leaf, int) and not isinstance(leaf, bool):
+            names[leaf] = "result" + jax.tree_util.keystr(path)
+    followed = {name: _followed(name, each, args, traced, tree) for name, each in given.items()}
+    return Dependence(traced, followed, names)
+
+
+def _followed(name: Any, given: Any, args: tuple, traced: Traced, tree: Any) -> Axis:
+    if isinstance(given, int):
+        in_axes: Any = tuple(given if hasattr(x, "shape") else None for x in args)
+        out_axes: Any = given
+    else:
+        in_axes, out_axes = given
+    if isinstance(in_axes, list):
+        in_axes = tuple(in_axes)
+    wanted: dict[int, int] = {}  # id of an array: its axis
+    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    if len(axes) != len(args):
+        raise ValueError(
+            f"depends: axis {name!r}: in_axes has {len(axes)} entries for {len(args)} arguments"
+        )
+    for axis, arg in zip(axes, args):
+        for leaf, at in _spread(axis, arg):
+            wanted[id(leaf)] = at
+    sources = {}
+    for i, x in enumerate(traced.arrays):
+        if id(x) in wanted:
+            sources[i] = _checked(name, wanted[id(x)], x.shape)
+    targets = {}
+    for k, at in _spread(out_axes, tree):
+        v = traced.closed.jaxpr.outvars[k]
+        targets[k] = _checked(name, at, v.aval.shape)
+    sizes = {traced.arrays[i].shape[axis] for i, axis in sources.items()}
+    sizes |= {traced.closed.jaxpr.outvars[k].aval.shape[axis] for k, axis in targets.items()}
+    lengths = {traced.arrays[i].shape[axis] for i, axis in sources.items()}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"depends: axis {name!r} needs one length in all arguments, got {sorted(lengths)}"
+        )
+    return Axis(sources, targets, lengths.pop())
+
+
+def _spread(axes: Any, tree: Any) -> list[tuple[Any, int]]:
+    """Pairs (leaf, axis) of a tree for which a tree of axes has an entry."""
+    if axes is None:
+        return []
+    if isinstance(axes, int):
+        return [(leaf, axes) for leaf in jax.tree.leaves(tree)]
+    pairs: list[tuple[Any, int]] = []
+    if isinstance(axes, Mapping):
+        for key, each in axes.items():
+            pairs += _spread(each, tree[key])
+        return pairs
+    for each, part in zip(axes, tree):
+        pairs += _spread(each, part)
+    return pairs
+
+
+def _checked(name: Any, axis: int, shape: Sequence[int]) -> int:
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"depends: axis {name!r} is {axis}, but an array has shape {tuple(shape)}")
+    return axis % len(shape)

@@ -1,0 +1,259 @@
+"""The analysis of a whole program: its equations in order, and what is inside loops, branches and
+calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fnet import _jax
+from fnet.introspect._depends._conditions import Assumptions
+from fnet.introspect._depends._reach import (
+    Reach,
+    alike,
+    constant,
+    everything,
+    join,
+    made,
+    nothing,
+    uniform,
+    widened,
+)
+from fnet.introspect._depends._rules import results
+from fnet.jaxpr import Scope, bodies, description, scan, scopes_in, title
+
+_TURNS = 1024  # iterations of a loop that are followed one by one
+_JOINS = 4  # rounds after which a loop's carry is widened
+
+
+class Step(NamedTuple):
+    """An equation and what is known of its operands and results. `inner` has the steps of its
+    body, if it has one."""
+
+    eqn: Any
+    path: str
+    operands: tuple[Reach, ...]
+    results: tuple[Reach, ...]
+    inner: tuple[list[Step], Any, tuple] | None
+
+
+class Walk:
+    """Evaluates a jaxpr on reaches.
+
+    Attributes:
+        assumed: what may be assumed, and what was.
+        opaque: {the title of a primitive without a rule: the path where it was first met}, of those
+            that read something that depends on the source.
+        opened: {id of an equation of one of fnet's own primitives: a jaxpr of JAX's primitives}.
+    """
+
+    def __init__(self, assumed: Assumptions, record: bool = False):
+        self.assumed = assumed
+        self.opaque: dict[str, str] = {}
+        self.opened: dict[int, tuple[Any, Any]] = {}
+        self.record = record
+
+    def __call__(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Reach], at: Scope | None = None
+    ) -> tuple[list[Reach], list[Step]]:
+        """Returns the reach of each output of an open jaxpr, and the steps if they are recorded."""
+        at = Scope() if at is None else at
+        scope_of = scopes_in(jaxpr, at)
+        known: dict[Any, Reach] = {}
+        for v, value in zip(jaxpr.constvars, consts):
+            known[v] = value if isinstance(value, Reach) else constant(value)
+        known.update(zip(jaxpr.invars, inputs))
+        steps: list[Step] = []
+
+        def read(atom: Any) -> Reach:
+            return constant(atom.val) if isinstance(atom, _jax.Literal) else known[atom]
+
+        for eqn in jaxpr.eqns:
+            inside = scope_of(eqn)
+            operands = [read(v) for v in eqn.invars]
+            done, inner = self.equation(eqn, operands, inside)
+            known.update(zip(eqn.outvars, done))
+            if self.record:
+                steps.append(Step(eqn, inside.path, tuple(operands), tuple(done), inner))
+        return [read(v) for v in jaxpr.outvars], steps
+
+    def equation(self, eqn: Any, operands: list[Reach], at: Scope) -> tuple[list[Reach], Any]:
+        name = eqn.primitive.name
+        if everything(operands)[0] > everything(operands)[1] and name in _LOOPS:
+            return [nothing(v.aval.shape) for v in eqn.outvars], None  # nothing to follow
+        if name == "scan":
+            return self._scan(eqn, operands, at)
+        if name == "while":
+            return self._while(eqn, operands, at), None
+        if name == "cond":
+            return self._cond(eqn, operands, at)
+        if name == "optimization_barrier":
+            return operands, None
+        plain = description(eqn.primitive).plain
+        inside = bodies(eqn)
+        if len(inside) == 1 and inside[0].kind == "call":
+            done, steps = self(inside[0].jaxpr, inside[0].consts, operands, at)
+            return done, (steps, inside[0].jaxpr, tuple(operands))
+        if plain is not None:
+            if id(eqn) not in self.opened:
+                self.opened[id(eqn)] = eqn, plain(eqn)
+            opened = self.opened[id(eqn)][1]
+            done, steps = self(opened, (), operands, at)
+            return done, (steps, opened, tuple(operands))
+        self.assumed.path = at.path
+        done = results(eqn, operands, self.assumed) if not inside else None
+        if done is None:
+            low, high = everything(operands)
+            if low <= high:
+                self.opaque.setdefault(title(eqn), at.path)
+            done = [uniform(_shape(v), low, high) for v in eqn.outvars]
+        return done, None
+
+    def _cond(self, eqn: Any, operands: list[Reach], at: Scope) -> tuple[list[Reach], Any]:
+        which, *inputs = operands
+        branches = bodies(eqn)
+        if which.all_known():
+            i = min(max(int(np.asarray(which.value).reshape(-1)[0]), 0), len(branches) - 1)
+            done, steps = self(branches[i].jaxpr, branches[i].consts, inputs, at)
+            return done, (steps, branches[i].jaxpr, tuple(inputs))
+        merged: list[Reach] | None = None
+        for branch in branches:
+            done, _ = self(branch.jaxpr, branch.consts, inputs, at)
+            merged = done if merged is None else [join(a, b) for a, b in zip(merged, done)]
+        assert merged is not None
+        return [_and(each, everything([which])) for each in merged], None
+
+    def _scan(self, eqn: Any, operands: list[Reach], at: Scope) -> tuple[list[Reach], Any]:
+        body = scan(eqn)
+        consts, carry, slices = body.split(operands)
+        varies = any(each.low.shape[:1] > (1,) or each.high.shape[:1] > (1,) for each in slices)
+        masks = any(each.value is not None and each.value.shape[:1] > (1,) for each in slices)
+        count = body.length
+        if count == 0:
+            empty = [nothing(v.aval.shape) for v in eqn.outvars[body.carry :]]
+            return [*carry, *empty], None
+        if (varies or masks) and count <= _TURNS:
+            return self._turns(eqn, body, consts, carry, slices, at)
+        held = [_slice_of(each, None) for each in slices]
+        call = lambda carried: self(body.jaxpr, body.closed.consts, [*consts, *carried, *held], at)
+        carried, steps, outputs = self._settled(call, carry, body.carry)
+        stacked = [
+            each.mapped((count, *each.shape), lambda x, fill: x[None]).forgotten()
+            for each in outputs[body.carry :]
+        ]
+        inputs = (*consts, *carried, *held)
+        return [*carried, *stacked], (steps, body.jaxpr, inputs)
+
+    def _settled(
+        self, call: Callable, carry: list[Reach], count: int
+    ) -> tuple[list[Reach], list[Step], list[Reach]]:
+        """Repeats a loop's body until its carry does not change any more."""
+        carried = list(carry)
+        for turn in range(10_000):
+            outputs, steps = call(carried)
+            new = [join(a, b) for a, b in zip(carried, outputs[:count])]
+            if all(map(alike, new, carried)):
+                return carried, steps, outputs
+            if turn >= _JOINS:
+                new = [a if alike(a, b) else widened(join(a, b)) for a, b in zip(carried, new)]
+            carried = new
+        raise AssertionError("the positions of a loop's carry grow without end")
+
+    def _turns(
+        self,
+        eqn: Any,
+        body: Any,
+        consts: list[Reach],
+        carry: list[Reach],
+        slices: list[Reach],
+        at: Scope,
+    ) -> tuple[list[Reach], Any]:
+        """Follows the iterations of a scan one by one, because their slices differ."""
+        order = range(body.length)
+        rows: list[list[Reach]] = []
+        steps: list[Step] = []
+        inputs: tuple = ()
+        before: tuple | None = None
+        outputs: list[Reach] = []
+        for i in reversed(order) if body.options.get("reverse") else order:
+            held = [_slice_of(each, i) for each in slices]
+            inputs = (*consts, *carry, *held)
+            if before is None or not all(map(alike, before, inputs)):
+                outputs, steps = self(body.jaxpr, body.closed.consts, inputs, at)
+            before = inputs
+            carry = list(outputs[: body.carry])
+            rows.append(outputs[body.carry :])
+        if body.options.get("reverse"):
+            rows.reverse()
+        stacked = []
+        for k, v in enumerate(eqn.outvars[body.carry :]):
+            column = [row[k] for row in rows]
+            stacked.append(_stacked(column, tuple(v.aval.shape)))
+        return [*carry, *stacked], (steps, body.jaxpr, inputs)
+
+    def _while(self, eqn: Any, operands: list[Reach], at: Scope) -> list[Reach]:
+        test, step = bodies(eqn)
+        assert test.inputs is not None and step.inputs is not None
+        start = len(eqn.invars) - len(eqn.outvars)
+        tests = [operands[i] for i in test.inputs if i < start]
+        consts = [operands[i] for i in step.inputs if i < start]
+        carry = operands[start:]
+        for _ in range(_TURNS):  # as long as the number of iterations is known
+            (going,), _steps = self(test.jaxpr, test.consts, [*tests, *carry], at)
+            if not going.all_known():
+                break
+            if not bool(np.asarray(going.value).reshape(-1)[0]):
+                return list(carry)
+            carry, _steps = self(step.jaxpr, step.consts, [*consts, *carry], at)
+        else:
+            carry = [each.forgotten() for each in carry]
+
+        def call(carried: list[Reach]) -> tuple[list[Reach], list[Step]]:
+            (going,), _ = self(test.jaxpr, test.consts, [*tests, *carried], at)
+            outputs, steps = self(step.jaxpr, step.consts, [*consts, *carried], at)
+            # Everything depends on how often the loop runs.
+            return [_and(each, everything([going])) for each in outputs], steps
+
+        carried, _, _ = self._settled(call, list(carry), len(carry))
+        return carried
+
+
+_LOOPS = ("scan", "while")
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def _and(reach: Reach, interval: tuple[int, int]) -> Reach:
+    low, high = interval
+    if low > high:
+        return reach
+    return made(
+        reach.shape,
+        np.minimum(reach.low, low).astype(np.int32),
+        np.maximum(reach.high, high).astype(np.int32),
+    )
+
+
+def _slice_of(reach: Reach, i: int | None) -> Reach:
+    """An iteration's slice of a scan's input, or what all of them have in common."""
+    shape = reach.shape[1:]
+    if i is not None:
+        return reach.mapped(shape, lambda x, fill: x[min(i, x.shape[0] - 1)])
+    low, high = reach.low.min(0), reach.high.max(0)
+    if reach.value is not None and reach.value.shape[0] == 1 and reach.known is not None:
+        if reach.known.shape[0] == 1:
+            return made(shape, low, high, reach.value[0], reach.known[0])
+    return made(shape, low, high)
+
+
+def _stacked(column: Sequence[Reach], shape: tuple[int, ...]) -> Reach:
+    first = column[0]
+    if all(each is first for each in column) or all(alike(each, first) for each in column):
+        return first.mapped(shape, lambda x, fill: x[None])
+    low = np.stack(np.broadcast_arrays(*(each.low for each in column)))
+    high = np.stack(np.broadcast_arrays(*(each.high for each in column)))
+    return made(shape, low, high)
