@@ -24,7 +24,7 @@ IMPORTS = {
     "compress": "_jax _util axes cost hardware jaxpr transforms",
     "models": "_util compress jaxpr layers transforms",
     "export": "_jax _util jaxpr layers",
-    "serve": "_util export transforms",
+    "serve": "_util export introspect transforms",
     "training": "_jax _util cost hardware introspect jaxpr layers parallel transforms",
     "search": "_jax _util cost jaxpr parallel training transforms",
     "federated": "_jax search training transforms",

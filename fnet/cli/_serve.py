@@ -75,6 +75,12 @@ def define(commands: Any) -> None:
         help="sizes to which a size variable is padded, such as t=32,64,128; the smallest sufficient "
         "size is used",
     )
+    serve.add_argument(
+        "--assume-independent-rows",
+        action="store_true",
+        help="combine requests although the rows of a model are not proved to be independent; if "
+        "they are not, clients see what others sent",
+    )
     serve.add_argument("--token-file", help="file with the token that clients must send")
 
 
@@ -95,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         token=token or None,
         pad=dict(map(_sizes, args.pad)),
+        assume_independent_rows=args.assume_independent_rows,
     )
     if not options.loopback and options.token is None:
         print(

@@ -12,6 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 
+class Alone(Exception):
+    """Raised by a computation that finds out that requests must not be combined. From then on, the
+    batcher computes each by itself."""
+
+
 class Full(RuntimeError):
     """Raised if the queue of waiting requests is full, or if the `Batcher` is closed."""
 
@@ -126,6 +131,11 @@ class Batcher:
                 outputs = self._compute(
                     [np.concatenate(parts) for parts in zip(*(r.arrays for r in batch))]
                 )
+        except Alone:
+            self.max_batch = 1
+            for request in batch:
+                self._run([request])
+            return
         except BaseException as error:  # of any type, because the clients wait for an answer
             for request in batch:
                 request.future.set_exception(error)

@@ -1,9 +1,10 @@
 """Tests whether other rows, or padding, change the outputs of a model.
 
 A batch mixes the rows of several clients, and padding adds rows and elements that no client sent.
-Both are right only if they leave every client's outputs alone. Nothing in a bundle states this, so
-the server runs the model beside hostile values (NaN, infinities, the largest integers, other sizes)
-and believes only what it has seen.
+Both are right only if they leave every client's outputs alone. That no value of one row reaches
+another is proved (`_proof`). Whether a row's outputs also stay the same at another position, among
+another number of rows and in another program is tried here, and so is padding: the server runs the
+model beside hostile values (NaN, infinities, the largest integers) and believes what it has seen.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def check_rows(model: Served, max_batch: int) -> None:
         2 * max_batch + 1,
     }
     batches = sorted({*known, *range(2, max_batch + 1)} if counts_rows else known - {1})
-    for first, sizes in enumerate(_several(model)):
+    for first, sizes in enumerate(several(model)):
         rows = _Rows(model, sizes)
         for size in batches[:2] if first else batches:
             rows.check(size)
@@ -329,7 +330,7 @@ def _assigned(model: Served, fixed: Mapping[str, int]) -> Iterator[dict[str, int
             yield sizes
 
 
-def _several(model: Served) -> list[dict[str, int]]:
+def several(model: Served) -> list[dict[str, int]]:
     """Returns one or two assignments of the sizes besides the number of rows. Padded sizes are
     those of the padding."""
     found: list[dict[str, int]] = []

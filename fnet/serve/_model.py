@@ -17,7 +17,8 @@ from fnet import transforms as ft
 from fnet.export import _evaluate
 from fnet.export.standalone import _signature
 from fnet.export.standalone._loaded import Bundle
-from fnet.serve import _independence
+from fnet.serve import _independence, _proof
+from fnet.serve._batching import Alone
 
 _PROGRAMS = (
     64  # compiled programs of one model, for inputs of different sizes; the oldest are removed
@@ -68,6 +69,7 @@ class Model:
         entry: str,
         max_batch: int,
         pad: Mapping[str, tuple[int, ...]],
+        assume_independent_rows: bool = False,
     ):
         self.name, self.version, self.bundle, self.entry = name, version, bundle, entry
         self._description = bundle.manifest["entries"][entry]
@@ -98,6 +100,7 @@ class Model:
         )
         self._max_batch, self.max_batch, self.batched = max_batch, 1, False
         self.not_batched: str | None = "the model is not ready"
+        self._assumed = assume_independent_rows
         self.variables = sorted(
             set().union(*(_words(n) for _, leaf in both for n in leaf["shape"]), elsewhere)
             - {self.rows_name}
@@ -227,10 +230,21 @@ class Model:
         arrays = list(arrays)
         program = self._programs.get(key)
         if program is None:
+            if self.batched and not self._assumed and len(arrays[0]) > 1:
+                self._require_proof(arrays)
             program = self._programs[key] = self._compiled(weights, arrays)
             if len(self._programs) > _PROGRAMS:
                 self._programs.popitem(last=False)
         return [np.asarray(y) for y in program(weights, arrays)]
+
+    def _require_proof(self, arrays: Sequence[np.ndarray]) -> None:
+        """Raises Alone if rows of these sizes are not proved to be independent, as they are at the
+        sizes that `warm` looked at."""
+        reason = _proof.rows(self, self.sizes(arrays))
+        if reason is not None:
+            self.batched, self.not_batched, self.max_batch = False, reason, 1
+            _LOG.warning("%s: requests are computed one by one, because %s", self.name, reason)
+            raise Alone
 
     def _compiled(self, weights, arrays):
         """Returns the compiled program for the shapes of `arrays`.
@@ -300,6 +314,8 @@ class Model:
         if not self.rows_name:
             return "the first axes of its inputs and outputs are not one size variable that occurs nowhere else"
         try:
+            if not self._assumed and (reason := self._unproved()) is not None:
+                return reason
             _independence.check_rows(self, self._max_batch)
         except _independence.Dependent as error:
             return str(error)
@@ -307,6 +323,15 @@ class Model:
             Exception
         ) as error:  # whatever the backend raises for odd sizes or values: nothing was shown
             return f"the test of its rows failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        return None
+
+    def _unproved(self) -> str | None:
+        """Returns the reason why the rows are not proved to be independent, or None. The program is
+        the same for all sizes, so a few stand for the others until one is compiled."""
+        for sizes in _independence.several(self):
+            for count in {2, 3, self._max_batch}:
+                if (reason := _proof.rows(self, {**sizes, self.rows_name: count})) is not None:
+                    return reason
         return None
 
 

@@ -39,6 +39,10 @@ class Options:
             sufficient size. This must not change the outputs: the server tests it when it starts,
             at sizes that need padding, and ends with an error if an output changes or the test
             shows nothing. Default: no padding.
+        assume_independent_rows: whether to combine the requests of a model although its rows are
+            not proved to be independent. What the proof says is then not asked; the test of rows
+            at the start remains. If the assumption is wrong, clients see what others sent. Default
+            False.
 
     >>> serve.Options(port=0, pad={"t": (64, 128)}).max_batch
     32
@@ -57,6 +61,7 @@ class Options:
     drain: float = 1.0
     token: str | None = None
     pad: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    assume_independent_rows: bool = False
 
     def __post_init__(self):
         for name in ("max_batch", "max_queue", "max_streams", "max_body", "max_connections"):

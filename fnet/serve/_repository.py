@@ -72,7 +72,15 @@ class Repository:
             entries = [entry for entry in entries if entry not in ("prefill", "decode")]
         for entry in entries:
             full = name if entry == "predict" or len(bundle.entries) == 1 else f"{name}.{entry}"
-            model = Model(full, version, bundle, entry, options.max_batch, options.pad)
+            model = Model(
+                full,
+                version,
+                bundle,
+                entry,
+                options.max_batch,
+                options.pad,
+                options.assume_independent_rows,
+            )
             if servable(model):
                 batcher = Batcher(
                     model.compute,

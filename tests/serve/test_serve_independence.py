@@ -13,7 +13,8 @@ from checks import close
 
 from fnet import export, serve
 from fnet import layers as nn
-from fnet.serve import _model
+from fnet.serve import _model, _proof
+from fnet.serve._batching import Batcher
 from fnet.serve._model import Model
 
 pytest.importorskip("starlette")
@@ -23,13 +24,15 @@ pytestmark = pytest.mark.usefixtures("quickly")
 TWO = np.float32(2)
 
 
-def model_of(tmp_path, f, specs, *, params=TWO, pad=None, max_batch=4, tests=None, warm=True):
+def model_of(
+    tmp_path, f, specs, *, params=TWO, pad=None, max_batch=4, tests=None, warm=True, assume=False
+):
     path = tmp_path / "model.fnet"
     program = export.program(
         f, params, **{name: export.spec(*spec) for name, spec in specs.items()}
     )
     program.save(path, **({"tests": {"predict": tests}} if tests else {}))
-    model = Model("model", "1", export.load(path), "predict", max_batch, pad or {})
+    model = Model("model", "1", export.load(path), "predict", max_batch, pad or {}, assume)
     if warm:
         model.warm()
     return model
@@ -37,24 +40,24 @@ def model_of(tmp_path, f, specs, *, params=TWO, pad=None, max_batch=4, tests=Non
 
 X = {"x": ("b, 3",)}
 DEPENDENT = {  # name: (function, specs, the reason)
-    "softmax": (lambda p, x: jax.nn.softmax(p * x, axis=0), X, "depends on the other rows"),
-    "center": (lambda p, x: x - x.mean(0, keepdims=True), X, "depends on the other rows"),
-    "running sum": (lambda p, x: x.cumsum(0), X, "depends on the other rows"),
+    "softmax": (lambda p, x: jax.nn.softmax(p * x, axis=0), X, "breaks it is reduce_max,"),
+    "center": (lambda p, x: x - x.mean(0, keepdims=True), X, "breaks it is reduce_sum,"),
+    "running sum": (lambda p, x: x.cumsum(0), X, "breaks it is cumsum,"),
     "batch norm": (
         lambda p, x: p * (x - x.mean(0, keepdims=True)) / jnp.sqrt(x.var(0, keepdims=True) + 1e-5),
         X,
-        "depends on the other rows",
+        "breaks it is reduce_sum,",
     ),
-    "sort": (lambda p, x: jnp.sort(p * x, axis=0), X, "depends on the other rows"),
-    "rank": (lambda p, x: jnp.argsort(x, axis=0), X, "depends on the other rows"),
+    "sort": (lambda p, x: jnp.sort(p * x, axis=0), X, "breaks it is sort,"),
+    "rank": (lambda p, x: jnp.argsort(x, axis=0), X, "breaks it is sort,"),
     "best of the batch": (
         lambda p, x: x * (jnp.arange(x.shape[0]) == x[:, 0].argmax())[:, None].astype(x.dtype),
         X,
-        "depends on the other rows",
+        "breaks it is argmax,",
     ),
-    "reversed": (lambda p, x: x[::-1] * p, X, "depends on the other rows"),
-    "rolled": (lambda p, x: jnp.roll(x, 1, axis=0) * p, X, "depends on the other rows"),
-    "the first row": (lambda p, x: x - p * x[:1], X, "depends on the other rows"),
+    "reversed": (lambda p, x: x[::-1] * p, X, "breaks it is rev,"),
+    "rolled": (lambda p, x: jnp.roll(x, 1, axis=0) * p, X, "breaks it is concatenate,"),
+    "the first row": (lambda p, x: x - p * x[:1], X, "breaks it is sub,"),
     "the first row is changed": (lambda p, x: x.at[0].set(0), X, "depends on the other rows"),
     "a late row is changed": (lambda p, x: x.at[3].set(0), X, "depends on the other rows"),
     "a row that only a larger request has": (
@@ -71,62 +74,62 @@ DEPENDENT = {  # name: (function, specs, the reason)
     "a mean above a limit": (
         lambda p, x: jnp.where(x.mean() > 1e5, 0, p * x),
         X,
-        "depends on the other rows",
+        "breaks it is reduce_sum,",
     ),
     "a mean below a limit": (
         lambda p, x: jnp.where(x.mean() < -50, 0, p * x),
         X,
-        "depends on the other rows",
+        "breaks it is reduce_sum,",
     ),
     "any NaN": (
         lambda p, x: jnp.where(jnp.isnan(x).any(), 0, p * x),
         X,
-        "depends on the other rows",
+        "breaks it is reduce_or,",
     ),
     "NaN times 0": (
         lambda p, x: p * x + 0 * x.sum(0, keepdims=True),
         X,
-        "depends on the other rows",
+        "proved if operand 1 of mul is finite",
     ),
     "a tiny share": (
         lambda p, x: p * x + 1e-6 * jnp.clip(x, -1, 1).sum(0, keepdims=True),
         X,
-        "depends on the other rows",
+        "breaks it is reduce_sum,",
     ),
     "equal rows": (
         lambda p, x: p * x * (1 + (x[:, None] == x[None]).all(2).sum(1)[:, None].astype(x.dtype)),
         X,
-        "depends on the other rows",
+        "breaks it is eq,",
     ),
     "integers": (
         lambda p, x: x - x.max(0, keepdims=True),
         {"x": ("b, 3", "int32")},
-        "depends on the other rows",
+        "breaks it is reduce_max,",
     ),
     "most frequent": (
         lambda p, x: x == jnp.argmax(jnp.bincount(x, length=4)),
         {"x": ("b", "int32")},
-        "depends on the other rows",
+        "breaks it is scatter-add,",
     ),
     "lengths of others": (
         lambda p, x, n: jnp.where(jnp.arange(x.shape[1])[None] < n.max(), x, 0),
         {"x": ("b, t",), "n": ("b", "int32")},
-        "depends on the other rows",
+        "breaks it is reduce_max,",
     ),
     "drawn by position": (
         lambda p, x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(x.dtype),
         X,
-        "a while loop",
+        "has no stable form",
     ),
     "one of two outputs": (
         lambda p, x: {"good": p * x, "bad": x - x.mean(0, keepdims=True)},
         X,
-        "'output/bad'",
+        "breaks it is reduce_sum,",
     ),
     "a loop": (
         lambda p, x: jax.lax.while_loop(lambda x: (x > 1).any(), lambda x: x / 2, x),
         X,
-        "a while loop",
+        "breaks it is while,",
     ),
     "always zero": (
         lambda p, x: 0 * jnp.nan_to_num(jnp.clip(x, -1, 1)),
@@ -188,6 +191,35 @@ INDEPENDENT = {
 def test_independent_rows_are_batched(name, tmp_path):
     model = model_of(tmp_path, *INDEPENDENT[name])
     assert model.batched and model.not_batched is None and model.max_batch == 4
+
+
+def test_what_is_not_proved_is_batched_only_by_an_explicit_assumption(tmp_path):
+    """The rows of this program are independent only as long as all are finite."""
+    f = lambda p, x: p * x + 0 * jnp.clip(x, -1, 1).sum(0, keepdims=True)
+    assert not model_of(tmp_path, f, X).batched
+    sure = lambda p, x: jnp.where(x.sum() < jnp.inf, p * x, p * x)
+    assert "breaks it is reduce_sum," in model_of(tmp_path, sure, X).not_batched
+    softmax, specs, _ = DEPENDENT["softmax"]
+    assumed = model_of(tmp_path, softmax, specs, assume=True)  # the test of rows remains
+    assert not assumed.batched and "depends on the other rows" in assumed.not_batched
+    loop = lambda p, x: jax.lax.fori_loop(0, x.shape[0], lambda i, y: y * p, x)
+    assert not model_of(tmp_path, loop, X, assume=True).batched
+
+
+def test_sizes_without_a_proof_are_computed_alone(tmp_path, monkeypatch):
+    """The proof is made again for each size that is compiled."""
+    model = model_of(tmp_path, lambda p, x: p * x, {"x": ("b, t",)})
+    assert model.batched
+    proved = _proof.rows
+    reason = lambda model, sizes: "t is 5" if sizes["t"] == 5 else proved(model, sizes)
+    monkeypatch.setattr(_proof, "rows", reason)
+    batcher = Batcher(model.compute, max_batch=4, max_delay=0.2, max_queue=9)
+    requests = [np.full((1, t), i, np.float32) for i, t in enumerate((3, 3, 5, 5, 3))]
+    answers = [batcher.submit([x]) for x in requests]
+    for x, answer in zip(requests, answers):
+        np.testing.assert_array_equal(answer.result()[0], 2 * x)
+    batcher.close()
+    assert not model.batched and model.not_batched == "t is 5" and batcher.max_batch == 1
 
 
 @pytest.mark.exhaustive
@@ -389,8 +421,40 @@ def test_several_clients(tmp_path):
     assert metadata["tanh"]["batched"] and "not_batched" not in metadata["tanh"]
     assert (
         not metadata["center"]["batched"]
-        and "depends on the other rows" in metadata["center"]["not_batched"]
+        and "the first operation that breaks it is reduce_sum" in metadata["center"]["not_batched"]
     )
+
+
+def experts(p, x):
+    """Each expert takes two rows of a batch, and leaves out the others."""
+    chosen = jax.nn.one_hot(x.argmax(1), 3)
+    return x * p * jnp.where(chosen.cumsum(0) <= 2, chosen, 0).sum(1, keepdims=True)
+
+
+MIXING = {  # programs whose rows see each other
+    "softmax": lambda p, x: jax.nn.softmax(x, 0),
+    "statistics": lambda p, x: (
+        (x - x.mean(0, keepdims=True)) / jnp.sqrt(x.var(0, keepdims=True) + 1e-5)
+    ),
+    "experts": experts,
+    "contrast": lambda p, x: jax.nn.log_softmax(x @ x.T),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MIXING)
+def test_64_clients_of_a_program_that_mixes_rows(name, tmp_path):
+    f = MIXING[name]
+    model = model_of(tmp_path, f, X, max_batch=16)
+    assert not model.batched
+    batcher = Batcher(model.compute, max_batch=model.max_batch, max_delay=0.01, max_queue=64)
+    draw = np.random.default_rng(0)
+    requests = [draw.normal(size=(1 + i % 3, 3)).astype(np.float32) for i in range(64)]
+    answers = [batcher.submit(model.bound([x])) for x in requests]
+    for x, answer in zip(requests, answers):
+        (got,), want = answer.result(), f(TWO, jnp.asarray(x))
+        np.testing.assert_allclose(got, want, 1e-5, 1e-5)
+    batcher.close()
 
 
 def test_a_model_that_cannot_be_served_says_why(tmp_path):

@@ -73,7 +73,8 @@ class Verdict:
             f"{name} in {path}" if path else name for name, path in self.opaque.items()
         )
         unknown = f"; no rule for {opaque}" if opaque else ""
-        return f"{self.claim}: tested with {self.trials} changes, not proved{unknown}{where}"
+        tested = f"tested with {self.trials} changes, " if self.trials else ""
+        return f"{self.claim}: {tested}not proved{unknown}{where}"
 
 
 class NotProved(Exception):
@@ -117,8 +118,15 @@ class Dependence:
     def closed(self) -> Any:
         return self._traced.closed
 
-    def verdict(self, kind: str, axis: str | int) -> Verdict:
-        """Returns the `Verdict` on a claim, `kind` "independent" or "causal"."""
+    def verdict(self, kind: str, axis: str | int, *, trials: bool = True) -> Verdict:
+        """Returns the `Verdict` on a claim.
+
+        Args:
+            kind: "independent" or "causal".
+            axis: the name of an axis.
+            trials: whether to look for a counterexample if the claim is not proved. It runs the
+                function, which a loop could keep from ending. Default True.
+        """
         followed = self._axis(axis)
         claim = f"{_CLAIMS[kind]} along {axis!r}"
         for allowed in (False, True):
@@ -130,14 +138,16 @@ class Dependence:
                 return Verdict(claim, status, conditions, _program=(self.closed, walk.opened))
         k, positions = broken  # type: ignore[misc]
         step = self._culprit(kind, followed, k)
-        found, trials = _trials.find(
-            lambda *arrays: Interpreter().outputs(self.closed, arrays),
-            self._traced.arrays,
-            dict(followed.sources),
-            dict(followed.targets),
-            _FORBIDDEN[kind],
-            positions,
-        )
+        found, count = None, 0
+        if trials:
+            found, count = _trials.find(
+                lambda *arrays: Interpreter().outputs(self.closed, arrays),
+                self._traced.arrays,
+                dict(followed.sources),
+                dict(followed.targets),
+                _FORBIDDEN[kind],
+                positions,
+            )
         return Verdict(
             claim,
             "tested" if found is None else "refuted",
@@ -146,7 +156,7 @@ class Dependence:
             title(step.eqn) if step else "",
             positions,
             found,
-            trials,
+            count,
             dict(walk.opaque),
         )
 
@@ -278,8 +288,9 @@ def _bad(kind: str, size: int, reach: Reach) -> bool:
     """Whether no axis of a value fulfills the claim."""
     if (reach.low > reach.high).all():
         return False
-    if kind == "independent" and (reach.low >= reach.high).all() and reach.low.size > 1:
-        return False  # each element depends on one position, wherever the axis is now
+    axes = [i for i, n in enumerate(reach.shape) if n == size and reach.low.shape[i] > 1]
+    if kind == "independent" and (reach.low >= reach.high).all() and not axes:
+        return False  # each element depends on one position; the axis is now a part of another
     return all(
         n != size or violation(kind, reach, axis) is not None for axis, n in enumerate(reach.shape)
     )

@@ -592,69 +592,87 @@ def _merged(
 
 
 def _gather(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach] | None:
-    """With known indices, the elements that are looked up."""
+    """Where indices are known, the elements that are looked up; where they are not, any along the
+    axis."""
     array, indices = operands
-    if not indices.all_known():
-        return None
     shape = tuple(eqn.outvars[0].aval.shape)
     numbers, sizes = options(eqn).dimension_numbers, options(eqn).slice_sizes
-    if math.prod(shape) > 2**22 or numbers.operand_batching_dims:
-        return None
-    at = np.broadcast_to(indices.value, indices.shape)
     mode = str(options(eqn).mode).lower()
-    positions = _gathered(array.shape, at, numbers, sizes, shape, mode)
-    if positions is None:
+    if 0 in shape or 0 in array.shape:
         return None
-    index, inside = positions
+    rank = len(shape)
+    grid = np.indices(shape, sparse=True)
+    batch_axes = [i for i in range(rank) if i not in numbers.offset_dims]
+    removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    kept = [i for i in range(len(array.shape)) if i not in removed]
+    index: list[np.ndarray] = []
+    inside = np.ones((1,) * rank, bool)
+    unknown = []
+    for axis, size in enumerate(array.shape):
+        position = np.zeros((1,) * rank, np.int64)
+        if axis in numbers.operand_batching_dims:
+            which = numbers.operand_batching_dims.index(axis)
+            position = position + grid[batch_axes[numbers.start_indices_batching_dims[which]]]
+        elif axis in numbers.start_index_map:
+            start = _column(indices, numbers.start_index_map.index(axis), batch_axes, rank)
+            most = size - sizes[axis]
+            if most == 0:
+                start = position
+            if start is None or ("clip" not in mode and "fill" not in mode and most):
+                if start is None or (start < 0).any() or (start > most).any():
+                    unknown.append(axis)
+                    start = position
+            if "fill" in mode and most and axis not in unknown:
+                inside = inside & (start >= 0) & (start <= most)
+            position = position + np.clip(start, 0, most)
+        if axis in kept and axis not in unknown:
+            position = position + grid[numbers.offset_dims[kept.index(axis)]]
+        index.append(position)
+    if unknown:
+        array = over(array, unknown)
+    varies = [p for p, n in zip(index, array.low.shape) if n > 1]
+    if math.prod(np.broadcast_shapes(*(p.shape for p in varies), inside.shape)) > 2**22:
+        return None
 
     def move(x: np.ndarray, fill: Any) -> np.ndarray:
-        at = tuple(
-            np.zeros((1,) * len(shape), np.int64) if n == 1 else i for i, n in zip(index, x.shape)
-        )
-        taken = x[at]
-        return np.where(inside, taken, np.asarray(fill, x.dtype))
+        nowhere = np.zeros((1,) * rank, np.int64)
+        at = tuple(nowhere if n == 1 else i for i, n in zip(index, x.shape))
+        return np.where(inside, x[at], np.asarray(fill, x.dtype))
 
     moved = array.mapped(shape, move)
     if not inside.all():
         moved = moved.forgotten()
-    return [moved]
+    return [_with_indices(moved, indices, batch_axes, unknown)]
 
 
-def _gathered(
-    before: Sequence[int],
-    indices: np.ndarray,
-    numbers: Any,
-    sizes: Sequence[int],
-    after: Sequence[int],
-    mode: str,
-) -> tuple[list[np.ndarray], np.ndarray] | None:
-    """For each axis of the operand, the position from which each element of a gather's result is
-    read, and whether it lies inside."""
-    rank = len(after)
-    batch_axes = [i for i in range(rank) if i not in numbers.offset_dims]
-    kept = [i for i in range(len(before)) if i not in numbers.collapsed_slice_dims]
-    grid = np.indices(after, sparse=True)
-    start_at = tuple(grid[i] for i in batch_axes)
-    index: list[np.ndarray] = []
-    inside = np.ones((1,) * rank, bool)
-    for axis in range(len(before)):
-        position = np.zeros((1,) * rank, np.int64)
-        if axis in numbers.start_index_map:
-            column = indices[..., list(numbers.start_index_map).index(axis)].astype(np.int64)
-            start = column[start_at] if column.ndim else column.reshape((1,) * rank)
-            most = before[axis] - sizes[axis]
-            if "clip" in mode:
-                start = np.clip(start, 0, most)
-            elif "fill" in mode:
-                inside = inside & (start >= 0) & (start <= most)
-                start = np.clip(start, 0, most)
-            elif (start < 0).any() or (start > most).any():
-                return None  # JAX promises nothing here
-            position = position + start
-        if axis in kept:
-            position = position + grid[numbers.offset_dims[kept.index(axis)]]
-        index.append(position)
-    return index, inside
+def _column(indices: Reach, column: int, batch_axes: Sequence[int], rank: int) -> np.ndarray | None:
+    """One component of all indices of a gather or scatter, for the axes of its result or updates,
+    or None if it is not known."""
+    if indices.value is None or indices.known is None:
+        return None
+    pick = lambda x: x[..., min(column, x.shape[-1] - 1)]
+    if not pick(np.broadcast_to(indices.known, indices.shape)).all():
+        return None
+    value = pick(indices.value).astype(np.int64)
+    size = [1] * rank
+    for axis, n in zip(batch_axes, value.shape):
+        size[axis] = n
+    return value.reshape(size)
+
+
+def _with_indices(
+    reach: Reach, indices: Reach, batch_axes: Sequence[int], unknown: Sequence[int]
+) -> Reach:
+    """Adds what the indices depend on that are not known."""
+    low, high = indices.low.min(-1, initial=FAR), indices.high.max(-1, initial=-1)
+    if not unknown and (low > high).all():
+        return reach
+    size = [1] * len(reach.shape)
+    for axis, n in zip(batch_axes, low.shape):
+        size[axis] = n
+    low, high = low.reshape(size), high.reshape(size)
+    low, high = np.minimum(reach.low, low), np.maximum(reach.high, high)
+    return made(reach.shape, low.astype(np.int32), high.astype(np.int32))
 
 
 def _scatter(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach] | None:
@@ -669,40 +687,47 @@ def _scatter(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[
 
 
 def _scattered(eqn: Any, operands: Sequence[Reach]) -> Reach | None:
-    """With known indices, the elements that are written; those of the operand may remain."""
+    """Where indices are known, the elements that are written, of which those of the operand may
+    remain; where they are not, all along the axis."""
     array, indices, updates = operands
     numbers = options(eqn).dimension_numbers
-    if not indices.all_known() or numbers.operand_batching_dims:
-        return None
     if max(math.prod(array.shape), math.prod(updates.shape)) > 2**20 or not array.shape:
         return None
-    inserted = (*numbers.inserted_window_dims,)
-    kept = [i for i in range(len(array.shape)) if i not in inserted]
+    if 0 in array.shape or 0 in updates.shape:
+        return None
     rank = len(updates.shape)
     rows = [i for i in range(rank) if i not in numbers.update_window_dims]
+    removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [i for i in range(len(array.shape)) if i not in removed]
     grid = np.indices(updates.shape, sparse=True)
-    at = np.broadcast_to(indices.value, indices.shape)
-    row = tuple(grid[i] for i in rows)
-    index = []
+    index, landing = [], list(array.shape)
     inside = np.ones((1,) * rank, bool)
-    for axis in range(len(array.shape)):
+    for axis, size in enumerate(array.shape):
         position = np.zeros((1,) * rank, np.int64)
-        if axis in numbers.scatter_dims_to_operand_dims:
-            column = at[..., list(numbers.scatter_dims_to_operand_dims).index(axis)]
-            start = column.astype(np.int64)[row] if row else column.reshape((1,) * rank)
+        if axis in numbers.operand_batching_dims:
+            which = numbers.operand_batching_dims.index(axis)
+            position = position + grid[rows[numbers.scatter_indices_batching_dims[which]]]
+        elif axis in numbers.scatter_dims_to_operand_dims:
+            column = numbers.scatter_dims_to_operand_dims.index(axis)
+            start = _column(indices, column, rows, rank)
+            if start is None:
+                landing[axis] = 1
+                index.append(position)
+                continue
             position = position + start
         if axis in kept:
             position = position + grid[numbers.update_window_dims[kept.index(axis)]]
-        inside = inside & (position >= 0) & (position < array.shape[axis])
+        inside = inside & (position >= 0) & (position < size)
         index.append(position)
     if not inside.all():
         return None
-    low = np.broadcast_to(array.low, array.shape).copy()
-    high = np.broadcast_to(array.high, array.shape).copy()
+    given = _with_indices(updates.forgotten(), indices, rows, ())
+    low = np.full(landing, FAR, np.int32)
+    high = np.full(landing, -1, np.int32)
     where = tuple(np.broadcast_arrays(*index, np.zeros(updates.shape, np.int64))[:-1])
-    np.minimum.at(low, where, np.broadcast_to(updates.low, updates.shape))
-    np.maximum.at(high, where, np.broadcast_to(updates.high, updates.shape))
-    return made(array.shape, low, high)
+    np.minimum.at(low, where, np.broadcast_to(given.low, updates.shape))
+    np.maximum.at(high, where, np.broadcast_to(given.high, updates.shape))
+    return made(array.shape, np.minimum(array.low, low), np.maximum(array.high, high))
 
 
 # Accumulations, reductions, windows.
