@@ -1,5 +1,10 @@
 """`introspect.depends`: what is proved, under which conditions, and what breaks a claim."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +21,7 @@ def as_a_stranger(quickly):
         yield
 
 
+ROOT = Path(__file__).parents[2]
 X = np.asarray(jax.random.normal(jax.random.key(0), (4, 6, 8)))
 AXES = {"b": 0, "t": 1}
 SHARED = {"b": ((None, 0), 0), "t": ((None, 1), 1)}
@@ -270,7 +276,7 @@ def test_a_decoder_and_its_gradient():
     report = introspect.depends(model, params, tokens, axes=SHARED)
     assert report.verdict("independent", "b").status == "proved"
     report.check(independent="b", causal="t", assume="finite")
-    with pytest.raises(introspect.NotProved, match="proved if\n(.*\n)*.*finite") as caught:
+    with pytest.raises(introspect.NotProved, match=r"proved if\n(.*\n)*.*finite") as caught:
         report.check(causal="t")
     assert caught.value.verdict.holds(params, tokens)
     assert "assume='finite'" in str(caught.value)
@@ -290,19 +296,19 @@ def test_a_decoder_and_its_gradient():
 
 def test_a_planted_leak_is_found_in_its_layer():
     rng = np.random.default_rng(0)
+
+    @nn.layer
+    def deep(scope, x, *, leaking):
+        for i in range(12):
+            here = scope[f"block{i}"]
+            y = nn.Attention(2, causal=i != leaking)(here["attention"], x)
+            x = x + nn.Dense(8)(here["dense"], y)
+        return x
+
     for leaking in rng.choice(12, 4, replace=False):
-
-        @nn.layer
-        def model(scope, x):
-            for i in range(12):
-                here = scope[f"block{i}"]
-                with jax.named_scope("attention"):
-                    y = nn.Attention(2, causal=i != leaking)(here["attention"], x)
-                x = x + nn.Dense(8)(here["dense"], y)
-            return x
-
-        params, _ = model().init(jax.random.key(0), X)
-        report = introspect.depends(model(), params, X, axes=SHARED)
+        model = deep(leaking=int(leaking))
+        params, _ = model.init(jax.random.key(0), X)
+        report = introspect.depends(model, params, X, axes=SHARED)
         with pytest.raises(introspect.NotProved) as caught:
             report.check(causal="t", assume="finite")
         verdict = caught.value.verdict
@@ -377,3 +383,67 @@ def test_errors():
     with pytest.raises(ValueError, match="assume must be None or 'finite', got True"):
         report.check(independent=0, assume=True)
     assert report.check(independent=0) is report
+
+
+def test_symbolic_sizes_are_names():
+    (b, t) = jax.export.symbolic_shape("b, t")
+    x = jax.ShapeDtypeStruct((b, t, 8), np.float32)
+    report = introspect.depends(lambda x: (x.cumsum(1), x.sum(1)), x)
+    assert str(report) == (
+        "result[0] along 'b': the same position\n"
+        "result[1] along 'b': the same position\n"
+        "result[0] along 't': the same and all earlier positions"
+    )
+    report.check(independent="b", causal="t")
+    twice = jax.ShapeDtypeStruct((2 * b,), np.float32)
+    with pytest.raises(ValueError, match="the size 2\\*b is computed from others"):
+        introspect.depends(jnp.tanh, twice)
+
+
+MARKED = """
+import jax, jax.numpy as jnp, pytest
+
+@pytest.fixture
+def x():
+    return jnp.ones((4, 6))
+
+@pytest.mark.independent()
+@pytest.mark.causal(1)
+def test_right(x):
+    return lambda x: x.cumsum(1), x
+
+@pytest.mark.causal("t", in_axes=(None, 1), out_axes=1)
+def test_leak(x):
+    return lambda p, x: p * x[:, ::-1], jnp.float32(2), x
+
+@pytest.mark.independent("b")
+def test_symbolic():
+    (b,) = jax.export.symbolic_shape("b")
+    return jnp.tanh, jax.ShapeDtypeStruct((b, 3), jnp.float32)
+
+@pytest.mark.independent()
+def test_nothing_returned(x):
+    assert True
+
+@pytest.mark.independent(axis=3)
+def test_wrong_argument(x):
+    return jnp.tanh, x
+"""
+
+
+def test_marks_prove_what_tests_return(tmp_path):
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["fnet.introspect.pytest_plugin"]')
+    (tmp_path / "test_marked.py").write_text(MARKED)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert "3 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "NotProved: causal along 't': refuted, because" in done.stdout
+    assert "it returned NoneType" in done.stdout
+    assert "unknown arguments axis" in done.stdout

@@ -43,7 +43,7 @@ def observed(f, x, axis, finite=False):
 def allowed(f, x, axis, assume=False):
     """[output position, input position]: what the analysis allows, and its verdicts' conditions."""
     report = introspect.depends(f, x, axes={"a": axis})
-    walk, (reach,) = report._reaches(report._axis("a"), assume)
+    _, (reach,) = report._reaches(report._axis("a"), assume)
     size = reach.shape[axis]
     others = tuple(i for i in range(3) if i != axis)
     low = np.broadcast_to(reach.low.min(others, initial=FAR).reshape(-1), (size,))

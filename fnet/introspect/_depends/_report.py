@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import _jax
-from fnet.introspect._depends import _trials
+from fnet.introspect._depends import _symbolic, _trials
 from fnet.introspect._depends._conditions import Assumptions, Condition
 from fnet.introspect._depends._reach import FAR, Reach, nothing, source
 from fnet.introspect._depends._trials import Counterexample
@@ -37,6 +37,10 @@ class Verdict:
         counterexample: a `Counterexample` if the claim is refuted.
         trials: how many pairs of inputs were compared.
         opaque: the operations without a rule, {name: path}.
+
+    >>> shifted = lambda x: jnp.pad(x, ((1, 0), (0, 0)))[:-1]
+    >>> print(introspect.depends(shifted, jnp.ones((4, 2))).verdict("causal", 0))
+    causal along 0: proved
     """
 
     claim: str
@@ -78,7 +82,14 @@ class Verdict:
 
 
 class NotProved(Exception):
-    """Raised by `Dependence.check`. The attribute `verdict` is the `Verdict`."""
+    """Raised by `Dependence.check`. The attribute `verdict` is the `Verdict`.
+
+    >>> try:
+    ...     introspect.depends(lambda x: x - x.mean(0), jnp.ones((4,))).check(independent=0)
+    ... except introspect.NotProved as error:
+    ...     error.verdict.status, error.verdict.primitive
+    ('refuted', 'reduce_sum')
+    """
 
     def __init__(self, verdict: Verdict, advice: str = ""):
         super().__init__(str(verdict) + advice)
@@ -107,6 +118,10 @@ class Dependence:
         report.check(independent="b", causal="t", assume="finite")
 
     `print(report)` shows, for each named axis, how the results depend on the arguments.
+
+    >>> report = introspect.depends(jnp.cumsum, jnp.ones((3,)), axes={"t": 0})
+    >>> print(report.check(causal="t"))
+    result along 't': the same and all earlier positions
     """
 
     def __init__(self, traced: Traced, axes: Mapping[str, Axis], names: Sequence[str]):
@@ -374,7 +389,7 @@ def _fulfilled(program: Any, conditions: Sequence[Condition], args: tuple) -> bo
 
 def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Dependence:
     """Analyzes which positions of the results of f(*args, **kwargs) depend on which positions of its
-    arguments, along named axes.
+    arguments, along named axes. See the guide page introspection.
 
         report = introspect.depends(model, params, tokens, axes={"b": ((None, 0), 0), "t": ((None, 1), 1)})
         print(report)
@@ -386,12 +401,14 @@ def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Depende
 
     Args:
         f: a function of arrays, of any library.
-        args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do. If a claim can not be proved,
-            these arguments are changed to look for a counterexample.
+        args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do. If a claim cannot be proved,
+            these arguments are changed to look for a counterexample. Symbolic sizes, such as those
+            of `export.spec("b, t")`, are names of axes; the analysis uses the sizes 5, 6, ... for
+            them.
         axes: {name: (in_axes, out_axes)} as for `jax.vmap`: in_axes has an axis or None for each
             argument, or a tree of them, and out_axes for the results. Arrays with None, such as
             parameters, are shared. Instead of the pair, an integer is the axis of all arguments that
-            are arrays, and of all results. Default: {0: 0}.
+            are arrays, and of all results. Default: the symbolic sizes, or else {0: 0}.
 
     Returns:
         A `Dependence`.
@@ -406,8 +423,9 @@ def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Depende
     result along 't': the same to 1 after
     """
     check_function("depends", f)
+    named, args = _symbolic.axes(f, args, kwargs)
     traced = Traced(f, args, kwargs)
-    given = {0: 0} if axes is None else axes
+    given = named or {0: 0} if axes is None else axes
     if not isinstance(given, Mapping):
         given = {given: given}
     count = len(traced.closed.jaxpr.outvars)
