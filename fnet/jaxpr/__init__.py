@@ -33,6 +33,7 @@ from fnet.jaxpr._calls import (
     has_shardings,
     opened,
     scan,
+    solve_inputs,
     title,
     unrolled,
 )
@@ -161,6 +162,7 @@ __all__ = [
     "scope_of_operation",
     "scopes_in",
     "selects_largest",
+    "solve_inputs",
     "split_over",
     "static",
     "statics",

@@ -90,6 +90,14 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
     return tuple(_body("other", jaxpr, 1, None) for jaxpr in _jaxprs_in(params))
 
 
+def solve_inputs(eqn: Any) -> tuple[int, ...]:
+    """Returns the indices of the inputs of a custom_linear_solve that its forward solve gets."""
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    total = first + lengths.solve + lengths.transpose_solve
+    return (*range(first, first + lengths.solve), *range(total, len(eqn.invars)))
+
+
 def _jaxprs_in(params: dict) -> list:
     """Returns the jaxprs among the parameters of an unknown primitive, also those in lists."""
     jaxprs = []

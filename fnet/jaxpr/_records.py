@@ -64,6 +64,12 @@ class Window(NamedTuple):
     window_dilation: Shape
 
 
+class Pooled(NamedTuple):
+    """Of the gradient of poolings."""
+
+    window_dimensions: Shape
+
+
 class Iota(NamedTuple):
     dimension: int
 
@@ -149,6 +155,7 @@ _RECORDS: dict[str, type] = {
     **{f"cum{name}": Cumulative for name in "sum prod max min logsumexp".split()},
     **{f"reduce_window{name}": Window for name in ("_sum", "_max", "_min")},
     "iota": Iota,
+    "select_and_scatter_add": Pooled,
     "fft": Fourier,
     "slice": Slice,
     "dynamic_slice": DynamicSlice,

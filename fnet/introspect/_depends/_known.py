@@ -43,9 +43,14 @@ def fold(eqn: Any, operands: Sequence[Reach]) -> tuple[np.ndarray, np.ndarray] |
 
 
 def logic(eqn: Any, operands: Sequence[Reach]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns (value, known) where one known operand decides: False and x, True or x, and 0 times a
-    whole number."""
+    """Returns (value, known) where one known operand decides: False and x, True or x, 0 times a whole
+    number, and the remainder of a division by 1."""
     name, dtype = eqn.primitive.name, container(eqn.outvars[0].aval.dtype)
+    if name == "rem" and dtype is not None and dtype.kind in "iu":
+        by = operands[1]
+        if by.value is None or by.known is None:
+            return None
+        return np.zeros((1,) * by.known.ndim, dtype), by.known & (by.value == 1)
     if name not in ("and", "or", "mul") or dtype is None or dtype.kind not in "biu":
         return None
     full = {"and": 0, "mul": 0, "or": True if dtype.kind == "b" else -1}[name]

@@ -139,6 +139,10 @@ def _pointwise(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> lis
         value, known = folded
     elif (folded := _known.logic(eqn, ranked)) is not None:
         value, known = folded
+    elif name in ("sub", "xor") and eqn.invars[0] is eqn.invars[1]:
+        if np.dtype(merged_dtype := eqn.outvars[0].aval.dtype).kind in "biu":
+            one = (1,) * len(shape)
+            value, known = np.zeros(one, merged_dtype), np.ones(one, bool)
     special = _SPECIAL.get(name)
     if special is not None:
         more = special(eqn, ranked, assumed)
@@ -667,11 +671,14 @@ def _with_indices(
     low, high = indices.low.min(-1, initial=FAR), indices.high.max(-1, initial=-1)
     if not unknown and (low > high).all():
         return reach
-    size = [1] * len(reach.shape)
-    for axis, n in zip(batch_axes, low.shape):
-        size[axis] = n
-    low, high = low.reshape(size), high.reshape(size)
-    low, high = np.minimum(reach.low, low), np.maximum(reach.high, high)
+
+    def placed(array: np.ndarray) -> np.ndarray:
+        size = [1] * len(reach.shape)
+        for axis, n in zip(batch_axes, array.shape):
+            size[axis] = n
+        return array.reshape(size)
+
+    low, high = np.minimum(reach.low, placed(low)), np.maximum(reach.high, placed(high))
     return made(reach.shape, low.astype(np.int32), high.astype(np.int32))
 
 
@@ -727,7 +734,12 @@ def _scattered(eqn: Any, operands: Sequence[Reach]) -> Reach | None:
     where = tuple(np.broadcast_arrays(*index, np.zeros(updates.shape, np.int64))[:-1])
     np.minimum.at(low, where, np.broadcast_to(given.low, updates.shape))
     np.maximum.at(high, where, np.broadcast_to(given.high, updates.shape))
-    return made(array.shape, np.minimum(array.low, low), np.maximum(array.high, high))
+    kept_low, kept_high = array.low, array.high
+    if eqn.primitive.name == "scatter" and landing == list(array.shape):
+        gone = np.zeros(array.shape, bool)  # these elements are overwritten
+        gone[where] = True
+        kept_low, kept_high = np.where(gone, FAR, kept_low), np.where(gone, -1, kept_high)
+    return made(array.shape, np.minimum(kept_low, low), np.maximum(kept_high, high))
 
 
 # Accumulations, reductions, windows.
@@ -918,6 +930,49 @@ def _last_axes(count: int) -> Rule:
     return rule
 
 
+def _random_bits(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
+    """The numbers of each key depend on it alone."""
+    keys = operands[0]
+    shape = tuple(eqn.outvars[0].aval.shape)
+    rest = (1,) * (len(shape) - len(keys.shape))
+    longer = keys.mapped(shape, lambda array, fill: array.reshape((*array.shape, *rest)))
+    return [longer.forgotten()]
+
+
+def _last_words(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
+    """Keys of raw words, whose last axes are words, or words of keys."""
+    x, shape = operands[0].forgotten(), tuple(eqn.outvars[0].aval.shape)
+    if len(x.shape) > len(shape):
+        x = over(x, range(len(shape), len(x.shape)))
+        return [x.mapped(shape, lambda array, fill: array.reshape(array.shape[: len(shape)]))]
+    rest = (1,) * (len(shape) - len(x.shape))
+    return [x.mapped(shape, lambda array, fill: array.reshape((*array.shape, *rest)))]
+
+
+def _every(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach] | None:
+    """Results at a position depend on the operands at the position."""
+    shape = tuple(eqn.outvars[0].aval.shape)
+    if any(each.shape not in (shape, ()) for each in operands):
+        return None
+    merged = union(shape, [_to_rank(each, shape).forgotten() for each in operands])
+    return [merged] * len(eqn.outvars)
+
+
+def _selected_and_added(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
+    """The gradient of a pooling: along pooled axes, everything."""
+    source, operand, *rest = operands
+    shape = operand.shape
+    pooled = [i for i, (n, m) in enumerate(zip(shape, source.shape)) if n != m]
+    pooled += [i for i, n in enumerate(options(eqn).window_dimensions) if n > 1]
+    parts = [over(source, sorted(set(pooled))), over(operand, sorted(set(pooled)))]
+    for i in pooled:
+        parts = [
+            each.mapped(shape, lambda array, fill: array) if each.low.shape[i] == 1 else each
+            for each in parts
+        ]
+    return [union(shape, [*parts, *(_to_rank(each, shape) for each in rest)])]
+
+
 def _fft(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
     x, count = operands[0], len(options(eqn).fft_lengths)
     shape, rank = tuple(eqn.outvars[0].aval.shape), len(operands[0].shape)
@@ -934,8 +989,9 @@ _RULES: dict[str, Rule] = {
     "expand_dims": _moved(lambda eqn, x, fill: np.expand_dims(x, tuple(options(eqn).dimensions))),
     "transpose": _moved(lambda eqn, array, fill: array.transpose(options(eqn).permutation)),
     "rev": _moved(lambda eqn, array, fill: np.flip(array, tuple(options(eqn).dimensions))),
+    "device_put": lambda eqn, operands, assumed: list(operands),
     **dict.fromkeys(
-        ("name", "device_put", "pvary", "sharding_constraint", "copy_p", "reshard"),
+        ("name", "pvary", "sharding_constraint", "copy_p", "reshard"),
         _moved(lambda eqn, array, fill: array),
     ),
     "slice": _moved(_slice),
@@ -952,6 +1008,16 @@ _RULES: dict[str, Rule] = {
     **{f"cum{name}": _cumulative for name in ("sum", "prod", "max", "min", "logsumexp")},
     "reduce_max": _reduce_max,
     **{f"reduce_window{name}": _pooling for name in ("_sum", "_max", "_min")},
+    "random_bits": _random_bits,
+    "random_wrap": _last_words,
+    "random_unwrap": _last_words,
+    "random_seed": _every,
+    "random_fold_in": _every,
+    "random_split": _last_words,
+    "random_gamma": _every,
+    "threefry2x32": _every,
+    "select_and_scatter_add": _selected_and_added,
+    "lu_pivots_to_permutation": _last_axes(1),
     "top_k": _last_axes(1),
     "cholesky": _last_axes(2),
     "lu": _last_axes(2),

@@ -22,9 +22,10 @@ from fnet.introspect._depends._reach import (
     widened,
 )
 from fnet.introspect._depends._rules import results
-from fnet.jaxpr import Scope, bodies, description, scan, scopes_in, title
+from fnet.jaxpr import Scope, bodies, description, scan, scopes_in, solve_inputs, title
 
 _TURNS = 1024  # iterations of a loop that are followed one by one
+_COUNTED = 64  # iterations that are followed one by one because the carry may count them
 _JOINS = 4  # rounds after which a loop's carry is widened
 
 
@@ -62,9 +63,9 @@ class Walk:
         at = Scope() if at is None else at
         scope_of = scopes_in(jaxpr, at)
         known: dict[Any, Reach] = {}
-        for v, value in zip(jaxpr.constvars, consts):
+        for v, value in zip(jaxpr.constvars, consts, strict=True):
             known[v] = value if isinstance(value, Reach) else constant(value)
-        known.update(zip(jaxpr.invars, inputs))
+        known.update(zip(jaxpr.invars, inputs, strict=True))
         steps: list[Step] = []
 
         def read(atom: Any) -> Reach:
@@ -74,7 +75,7 @@ class Walk:
             inside = scope_of(eqn)
             operands = [read(v) for v in eqn.invars]
             done, inner = self.equation(eqn, operands, inside)
-            known.update(zip(eqn.outvars, done))
+            known.update(zip(eqn.outvars, done, strict=True))
             if self.record:
                 steps.append(Step(eqn, inside.path, tuple(operands), tuple(done), inner))
         return [read(v) for v in jaxpr.outvars], steps
@@ -96,6 +97,10 @@ class Walk:
         if len(inside) == 1 and inside[0].kind == "call":
             done, steps = self(inside[0].jaxpr, inside[0].consts, operands, at)
             return done, (steps, inside[0].jaxpr, tuple(operands))
+        if len(inside) == 1 and inside[0].kind == "solve":
+            given = [operands[i] for i in solve_inputs(eqn)]
+            done, steps = self(inside[0].jaxpr, inside[0].consts, given, at)
+            return done, (steps, inside[0].jaxpr, tuple(given))
         if plain is not None:
             if id(eqn) not in self.opened:
                 self.opened[id(eqn)] = eqn, plain(eqn)
@@ -134,7 +139,8 @@ class Walk:
         if count == 0:
             empty = [nothing(v.aval.shape) for v in eqn.outvars[body.carry :]]
             return [*carry, *empty], None
-        if (varies or masks) and count <= _TURNS:
+        counts = count <= _COUNTED and any(each.shape == () and each.all_known() for each in carry)
+        if (varies or masks or counts) and count <= _TURNS:
             return self._turns(eqn, body, consts, carry, slices, at)
         held = [_slice_of(each, None) for each in slices]
         call = lambda carried: self(body.jaxpr, body.closed.consts, [*consts, *carried, *held], at)
@@ -200,19 +206,20 @@ class Walk:
         tests = [operands[i] for i in test.inputs if i < start]
         consts = [operands[i] for i in step.inputs if i < start]
         carry = operands[start:]
-        for _ in range(_TURNS):  # as long as the number of iterations is known
+        rows = bool(test.jaxpr.outvars[0].aval.shape)
+        for _ in range(0 if rows else _TURNS):  # as long as the number of iterations is known
             (going,), _steps = self(test.jaxpr, test.consts, [*tests, *carry], at)
             if not going.all_known():
                 break
             if not bool(np.asarray(going.value).reshape(-1)[0]):
                 return list(carry)
             carry, _steps = self(step.jaxpr, step.consts, [*consts, *carry], at)
-        else:
-            carry = [each.forgotten() for each in carry]
 
         def call(carried: list[Reach]) -> tuple[list[Reach], list[Step]]:
             (going,), _ = self(test.jaxpr, test.consts, [*tests, *carried], at)
             outputs, steps = self(step.jaxpr, step.consts, [*consts, *carried], at)
+            if rows:  # each row ends by itself, as under jax.vmap
+                return [_with_rows(each, going) for each in outputs], steps
             # Everything depends on how often the loop runs.
             return [_and(each, everything([going])) for each in outputs], steps
 
@@ -235,6 +242,17 @@ def _and(reach: Reach, interval: tuple[int, int]) -> Reach:
         reach.shape,
         np.minimum(reach.low, low).astype(np.int32),
         np.maximum(reach.high, high).astype(np.int32),
+    )
+
+
+def _with_rows(reach: Reach, going: Reach) -> Reach:
+    """What also depends on its row of a loop's condition."""
+    rest = (1,) * (len(reach.shape) - len(going.shape))
+    low, high = going.low, going.high
+    return made(
+        reach.shape,
+        np.minimum(reach.low, low.reshape((*low.shape, *rest))).astype(np.int32),
+        np.maximum(reach.high, high.reshape((*high.shape, *rest))).astype(np.int32),
     )
 
 
