@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from fnet.introspect._depends._reach import MOST
+
+FEW = 2**12
+"""The largest constant of an analysis that does not look at masks."""
+
 _TEXTS = {
     "finite": "{what} is finite",
     "nonzero": "{what} is neither 0 nor NaN",
@@ -41,10 +46,16 @@ class Condition:
 
 
 class Assumptions:
-    """Collects what an analysis assumes. With `allowed=False`, nothing may be assumed."""
+    """Collects what an analysis assumes. With `allowed=False`, nothing may be assumed.
 
-    def __init__(self, allowed: bool):
-        self.allowed = allowed
+    Attributes:
+        allowed: whether anything may be assumed.
+        largest: the number of elements of the largest constant that is known. A proof that needs
+            no mask is much faster without them.
+    """
+
+    def __init__(self, allowed: bool, largest: int = MOST):
+        self.allowed, self.largest = allowed, largest
         self.path = ""
         self.made: dict[tuple, Condition] = {}
 

@@ -100,6 +100,8 @@ def small(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Cuts each axis along which an array does not vary to size 1."""
     array = np.asarray(array)
     array = array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
+    if array.size == 1:
+        return array
     for axis in range(array.ndim):
         if array.shape[axis] <= 1:
             continue

@@ -12,8 +12,8 @@ import numpy as np
 
 from fnet import _jax
 from fnet.introspect._depends import _symbolic, _trials
-from fnet.introspect._depends._conditions import Assumptions, Condition
-from fnet.introspect._depends._reach import FAR, Reach, nothing, source
+from fnet.introspect._depends._conditions import FEW, Assumptions, Condition
+from fnet.introspect._depends._reach import FAR, MOST, Reach, nothing, source
 from fnet.introspect._depends._trials import Counterexample
 from fnet.introspect._depends._walk import Step, Walk
 from fnet.jaxpr import Interpreter, Traced, check_function, title
@@ -144,8 +144,8 @@ class Dependence:
         """
         followed = self._axis(axis)
         claim = f"{_CLAIMS[kind]} along {axis!r}"
-        for allowed in (False, True):
-            walk, outputs = self._reaches(followed, allowed)
+        for allowed, largest in ((False, FEW), (False, MOST), (True, MOST)):
+            walk, outputs = self._reaches(followed, Assumptions(allowed, largest))
             broken = self._broken(kind, followed, outputs)
             if broken is None:
                 conditions = tuple(walk.assumed.made.values())
@@ -215,13 +215,15 @@ class Dependence:
         known = ", ".join(map(repr, self._axes)) or "none"
         raise ValueError(f"unknown axis {name!r}; the axes of this report are {known}")
 
-    def _reaches(self, axis: Axis, allowed: bool, record: bool = False) -> tuple[Any, list[Reach]]:
+    def _reaches(
+        self, axis: Axis, assumed: Assumptions, record: bool = False
+    ) -> tuple[Any, list[Reach]]:
         jaxpr = self.closed.jaxpr
         inputs = [
             source(v.aval.shape, axis.sources[i]) if i in axis.sources else nothing(v.aval.shape)
             for i, v in enumerate(jaxpr.invars)
         ]
-        walk = Walk(Assumptions(allowed), record)
+        walk = Walk(assumed, record)
         outputs, walk.steps = walk(jaxpr, self.closed.consts, inputs)
         return walk, outputs
 
@@ -237,14 +239,14 @@ class Dependence:
     def _culprit(self, kind: str, axis: Axis, output: int) -> Step | None:
         """The operation at which the claim breaks: the last one, going back from the output, all of
         whose operands still fulfill it."""
-        walk, _ = self._reaches(axis, True, record=True)
+        walk, _ = self._reaches(axis, Assumptions(True), record=True)
         jaxpr = self.closed.jaxpr
         return _first_break(kind, axis.size, jaxpr, walk.steps, jaxpr.outvars[output])
 
     def __str__(self) -> str:
         lines = []
         for name, axis in self._axes.items():
-            _, outputs = self._reaches(axis, True)
+            _, outputs = self._reaches(axis, Assumptions(True))
             for k, along in axis.targets.items():
                 lines.append(f"{self._outputs[k]} along {name!r}: {relation(outputs[k], along)}")
         return "\n".join(lines)

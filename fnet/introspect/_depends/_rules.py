@@ -37,6 +37,8 @@ Rule = Callable[[Any, Sequence[Reach], Assumptions], list[Reach] | None]
 def results(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach] | None:
     """Returns a `Reach` for each result of an equation, or None if its primitive has no rule."""
     name = eqn.primitive.name
+    if operands and all(map(_blank, operands)):
+        return [nothing(v.aval.shape) for v in eqn.outvars]
     rule = _RULES.get(name)
     found = product(eqn)
     if found is not None:
@@ -54,6 +56,13 @@ def results(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
     if rule is not None and (done := rule(eqn, operands, assumed)) is not None:
         return done
     return by_letters(eqn, operands)
+
+
+def _blank(reach: Reach) -> bool:
+    """Whether nothing is known of a value that depends on nothing, such as a parameter."""
+    if reach.value is not None or reach.below is not None:
+        return False
+    return reach.low.size == 1 and reach.low.flat[0] > reach.high.flat[0]
 
 
 def _unchanged(eqn: Any) -> bool:
@@ -143,7 +152,7 @@ def _pointwise(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> lis
         if np.dtype(merged_dtype := eqn.outvars[0].aval.dtype).kind in "biu":
             one = (1,) * len(shape)
             value, known = np.zeros(one, merged_dtype), np.ones(one, bool)
-    special = _SPECIAL.get(name)
+    special = _SPECIAL.get(name) if assumed.allowed else None
     if special is not None:
         more = special(eqn, ranked, assumed)
         if more is not None:
@@ -286,7 +295,7 @@ def _chosen(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
                 here = (index == i) & case.known
                 value = np.where(here, case.value, 0 if value is None else value).astype(dtype)
                 known = here if known is None else known | here
-    bounds = [case.bound() for _, case in parts]
+    bounds = [case.bound() for _, case in parts] if assumed.allowed else []
     if any(bound is not None for bound in bounds):
         below = np.full((1,) * len(shape), -np.inf)
         for (maybe, _), bound in zip(parts, bounds):

@@ -75,10 +75,15 @@ class Walk:
             inside = scope_of(eqn)
             operands = [read(v) for v in eqn.invars]
             done, inner = self.equation(eqn, operands, inside)
+            done = [self._limited(each) for each in done]
             known.update(zip(eqn.outvars, done, strict=True))
             if self.record:
                 steps.append(Step(eqn, inside.path, tuple(operands), tuple(done), inner))
         return [read(v) for v in jaxpr.outvars], steps
+
+    def _limited(self, reach: Reach) -> Reach:
+        large = reach.value is not None and reach.value.size > self.assumed.largest
+        return reach.forgotten() if large else reach
 
     def equation(self, eqn: Any, operands: list[Reach], at: Scope) -> tuple[list[Reach], Any]:
         name = eqn.primitive.name
