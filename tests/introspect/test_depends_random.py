@@ -13,6 +13,12 @@ from fnet.introspect._depends._reach import FAR
 B, T, D = 3, 5, 4
 
 
+@pytest.fixture(autouse=True)
+def as_a_stranger(quickly):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def hostile(rng, shape):
     yield rng.normal(size=shape).astype(np.float32) * 3
     for value in (np.nan, np.inf, -np.inf, 1e30, -0.0):
