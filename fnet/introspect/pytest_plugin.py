@@ -10,7 +10,9 @@ A test with one of the marks returns a function and its arguments instead of ass
         return model.apply, params, tokens
 
 The marks take `in_axes` and `out_axes` as `jax.vmap` does, or one integer for all arguments that are
-arrays and all results, or the name of a symbolic size. `assume` is that of `Dependence.check`.
+arrays and all results, or the name of a symbolic size. `assume` is that of `Dependence.check`. The
+mark `segments("segment_ids", axes={"b": 0, "t": 1})` takes the name of an argument, and the axes as
+`introspect.depends` does.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import pytest
 
 from fnet.introspect._depends._report import depends
 
-_MARKS = ("independent", "causal")
+_MARKS = ("independent", "causal", "segments")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,10 +54,10 @@ def _check(mark: pytest.Mark, f: Any, args: list) -> None:
     options = dict(mark.kwargs)
     assume = options.pop("assume", None)
     axis = mark.args[0] if mark.args else 0
-    axes: Any = None
-    if options:
+    axes: Any = options.pop("axes", None)
+    if options and mark.name != "segments":
         axes = {axis: (options.pop("in_axes", axis), options.pop("out_axes", 0))}
-    elif isinstance(axis, int):
+    elif axes is None and isinstance(axis, int):
         axes = {axis: axis}
     if options:
         raise TypeError(f"pytest.mark.{mark.name}: unknown arguments {', '.join(options)}")

@@ -421,6 +421,10 @@ def test_symbolic():
     (b,) = jax.export.symbolic_shape("b")
     return jnp.tanh, jax.ShapeDtypeStruct((b, 3), jnp.float32)
 
+@pytest.mark.segments("ids", axes={"t": 0})
+def test_apart():
+    return lambda x, ids: x, jnp.ones(3), jnp.asarray([1, 1, 2])
+
 @pytest.mark.independent()
 def test_nothing_returned(x):
     assert True
@@ -443,7 +447,74 @@ def test_marks_prove_what_tests_return(tmp_path):
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
     )
-    assert "3 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "3 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert "NotProved: causal along 't': refuted, because" in done.stdout
     assert "it returned NoneType" in done.stdout
     assert "unknown arguments axis" in done.stdout
+
+
+def packed(leak):
+    """Attention over texts that are packed into rows, as in training."""
+
+    def f(x, segment_ids):
+        scores = jnp.einsum("bqd,bkd->bqk", x, x)
+        mask = segment_ids[:, :, None] == segment_ids[:, None, :]
+        if leak == "another layer":
+            x = x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        if leak == "rows of another order":
+            mask = mask[::-1]
+        if leak == "padding joins the last text":
+            mask = mask | (segment_ids == 0)[:, None, :]
+        if leak == "no mask":
+            mask = mask | True
+        if leak == "only a causal mask":
+            mask = jnp.broadcast_to(jnp.tril(jnp.ones((6, 6), bool)), mask.shape)
+        scores = jnp.where(mask & jnp.tril(jnp.ones((6, 6), bool)), scores, -jnp.inf)
+        return jax.nn.softmax(scores, -1) @ x
+
+    return f
+
+
+IDS = np.asarray([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 3, 3], [1, 1, 1, 1, 1, 1], [1, 2, 3, 4, 5, 6]])
+PACKED = {"b": 0, "t": 1}
+
+
+def test_packed_texts_are_apart():
+    report = introspect.depends(packed(None), X, IDS, axes=PACKED)
+    report.check(independent="b", causal="t", segments="segment_ids", assume="finite")
+    verdict = report.verdict("segments", "segment_ids")
+    assert verdict.status == "proved if" and verdict.holds(X, IDS)
+    single = introspect.depends(
+        lambda x, ids: packed(None)(x[None], ids[None])[0], X[0], IDS[0], axes={"t": 0}
+    )
+    assert single.verdict("segments", "ids").status == "proved if"
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        "another layer",
+        "rows of another order",
+        "padding joins the last text",
+        "no mask",
+        "only a causal mask",
+    ],
+)
+def test_leaks_between_packed_texts_are_refuted(leak):
+    report = introspect.depends(packed(leak), X, IDS, axes=PACKED)
+    if leak == "padding joins the last text":  # a causal mask hides it, unless padding comes first
+        report = introspect.depends(packed(leak), X, IDS[:, ::-1].copy(), axes=PACKED)
+    assert report.verdict("segments", "segment_ids").status == "refuted"
+
+
+def test_errors_of_segments():
+    report = introspect.depends(packed(None), X, IDS, axes={"t": ((1, None), 1)})
+    with pytest.raises(ValueError, match="axes= must name each axis of this argument"):
+        report.check(segments="segment_ids")
+    with pytest.raises(
+        ValueError, match="segments='ids': the arguments of the function are x, segment_ids"
+    ):
+        report.check(segments="ids")
+    described = jax.ShapeDtypeStruct((4, 6), np.int32)
+    with pytest.raises(ValueError, match="expected an array"):
+        introspect.depends(packed(None), X, described, axes=PACKED).check(segments="segment_ids")

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from fnet import introspect
+from fnet.introspect._depends._claims import Claim
 from fnet.introspect._depends._conditions import Assumptions
 from fnet.introspect._depends._reach import FAR
 
@@ -50,7 +51,7 @@ def observed(f, x, axis, finite=False):
 def allowed(f, x, axis, assume=False):
     """[output position, input position]: what the analysis allows, and its verdicts' conditions."""
     report = introspect.depends(f, x, axes={"a": axis})
-    _, (reach,) = report._reaches(report._axis("a"), Assumptions(assume))
+    _, (reach,) = report._reaches(Claim(report._axis("a"), "a"), Assumptions(assume))
     size = reach.shape[axis]
     others = tuple(i for i in range(3) if i != axis)
     low = np.broadcast_to(reach.low.min(others, initial=FAR).reshape(-1), (size,))

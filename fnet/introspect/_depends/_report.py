@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet import _jax
 from fnet.introspect._depends import _symbolic, _trials
+from fnet.introspect._depends._claims import (
+    Axis,
+    Causal,
+    Claim,
+    Independent,
+    Segments,
+    along,
+    first_break,
+)
 from fnet.introspect._depends._conditions import FEW, Assumptions, Condition
-from fnet.introspect._depends._reach import FAR, MOST, Reach, nothing, source
+from fnet.introspect._depends._reach import MOST, Reach, constant, nothing, source
 from fnet.introspect._depends._trials import Counterexample
 from fnet.introspect._depends._walk import Step, Walk
 from fnet.jaxpr import Interpreter, Traced, check_function, title
@@ -96,21 +105,6 @@ class NotProved(Exception):
         self.verdict = verdict
 
 
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """An axis that is followed.
-
-    Attributes:
-        sources: {input of the program: axis}.
-        targets: {output of the program: axis}.
-        size: its length.
-    """
-
-    sources: Mapping[int, int]
-    targets: Mapping[int, int]
-    size: int
-
-
 class Dependence:
     """The result of `depends`.
 
@@ -124,10 +118,17 @@ class Dependence:
     result along 't': the same and all earlier positions
     """
 
-    def __init__(self, traced: Traced, axes: Mapping[str, Axis], names: Sequence[str]):
+    def __init__(
+        self,
+        traced: Traced,
+        axes: Mapping[str, Axis],
+        names: Sequence[str],
+        arguments: Mapping[str, Any],
+    ):
         self._traced = traced
         self._axes = dict(axes)
         self._outputs = list(names)
+        self._arguments = arguments
 
     @property
     def closed(self) -> Any:
@@ -137,34 +138,34 @@ class Dependence:
         """Returns the `Verdict` on a claim.
 
         Args:
-            kind: "independent" or "causal".
-            axis: the name of an axis.
+            kind: "independent", "causal" or "segments".
+            axis: the name of an axis; for segments, the name of an argument.
             trials: whether to look for a counterexample if the claim is not proved. It runs the
                 function, which a loop could keep from ending. Default True.
         """
-        followed = self._axis(axis)
-        claim = f"{_CLAIMS[kind]} along {axis!r}"
+        claim = self._claim(kind, axis)
         for allowed, largest in ((False, FEW), (False, MOST), (True, MOST)):
-            walk, outputs = self._reaches(followed, Assumptions(allowed, largest))
-            broken = self._broken(kind, followed, outputs)
+            walk, outputs = self._reaches(claim, Assumptions(allowed, largest))
+            broken = claim.broken(outputs)
             if broken is None:
                 conditions = tuple(walk.assumed.made.values())
                 status = "proved if" if conditions else "proved"
-                return Verdict(claim, status, conditions, _program=(self.closed, walk.opened))
+                program = self.closed, walk.opened
+                return Verdict(claim.text, status, conditions, _program=program)
         k, positions = broken  # type: ignore[misc]
-        step = self._culprit(kind, followed, k)
+        step = self._culprit(claim, k)
         found, count = None, 0
         if trials:
             found, count = _trials.find(
                 lambda *arrays: Interpreter().outputs(self.closed, arrays),
                 self._traced.arrays,
-                dict(followed.sources),
-                dict(followed.targets),
-                _FORBIDDEN[kind],
+                claim.sources,
+                dict(claim.axis.targets),
+                claim.leak,
                 positions,
             )
         return Verdict(
-            claim,
+            claim.text,
             "tested" if found is None else "refuted",
             (),
             step.path if step else "",
@@ -180,6 +181,7 @@ class Dependence:
         *,
         independent: str | int | None = None,
         causal: str | int | None = None,
+        segments: str | None = None,
         assume: str | None = None,
     ) -> Dependence:
         """Returns the report if the claims are proved, and raises `NotProved` otherwise.
@@ -189,6 +191,10 @@ class Dependence:
                 arguments alone: its bits do not change, whatever the bits at other positions, NaN
                 and Inf included.
             causal: an axis. Each position of the results depends on the same and earlier positions.
+            segments: the name of an argument of the function, integers [time] or [rows, time]: the
+                texts that are packed into a row. Each position of the results depends on positions
+                with the same integer alone. It is proved for these integers, so they must be an
+                array, and for any other argument. `axes` must contain its axes.
             assume: "finite" accepts claims that are proved under conditions, such as that values
                 which a mask multiplies by 0 are finite. The `Verdict` lists them. Default None.
 
@@ -199,7 +205,8 @@ class Dependence:
         """
         if assume not in (None, "finite"):
             raise ValueError(f"assume must be None or 'finite', got {assume!r}")
-        for kind, axis in (("independent", independent), ("causal", causal)):
+        claims = (("independent", independent), ("causal", causal), ("segments", segments))
+        for kind, axis in claims:
             if axis is None:
                 continue
             found = self.verdict(kind, axis)
@@ -215,78 +222,74 @@ class Dependence:
         known = ", ".join(map(repr, self._axes)) or "none"
         raise ValueError(f"unknown axis {name!r}; the axes of this report are {known}")
 
-    def _reaches(
-        self, axis: Axis, assumed: Assumptions, record: bool = False
-    ) -> tuple[Any, list[Reach]]:
-        jaxpr = self.closed.jaxpr
-        inputs = [
-            source(v.aval.shape, axis.sources[i]) if i in axis.sources else nothing(v.aval.shape)
-            for i, v in enumerate(jaxpr.invars)
+    def _claim(self, kind: str, name: str | int) -> Claim:
+        if kind == "independent":
+            return Independent(self._axis(name), name)
+        if kind == "causal":
+            return Causal(self._axis(name), name)
+        if kind != "segments":
+            raise ValueError(f"unknown claim {kind!r}: expected independent, causal or segments")
+        return self._segments(name)
+
+    def _segments(self, name: Any) -> Segments:
+        if name not in self._arguments:
+            known = ", ".join(self._arguments)
+            raise ValueError(f"segments={name!r}: the arguments of the function are {known}")
+        ids = self._arguments[name]
+        if isinstance(ids, jax.ShapeDtypeStruct) or np.ndim(ids) not in (1, 2):
+            raise ValueError(
+                f"segments={name!r}: expected an array [time] or [rows, time] of integers"
+            )
+        (index,) = (i for i, x in enumerate(self._traced.arrays) if x is ids)
+        along = [axis for axis in self._axes.values() if axis.sources.get(index) == ids.ndim - 1]
+        rows = [
+            axis for axis in self._axes.values() if axis.sources.get(index) == 0 and ids.ndim == 2
         ]
+        if not along or (ids.ndim == 2 and not rows):
+            raise ValueError(f"segments={name!r}: axes= must name each axis of this argument")
+        targets = dict(rows[0].targets) if rows else {}
+        return Segments(along[0], name, index, np.asarray(ids), targets)
+
+    def _reaches(
+        self, claim: Claim, assumed: Assumptions, record: bool = False
+    ) -> tuple[Any, list[Reach]]:
+        inputs = []
+        for i, v in enumerate(self.closed.jaxpr.invars):
+            if i in claim.constants:
+                inputs.append(constant(claim.constants[i]))
+            elif i in claim.sources:
+                inputs.append(source(v.aval.shape, claim.sources[i]))
+            else:
+                inputs.append(nothing(v.aval.shape))
         walk = Walk(assumed, record)
-        outputs, walk.steps = walk(jaxpr, self.closed.consts, inputs)
+        outputs, walk.steps = walk(self.closed.jaxpr, self.closed.consts, inputs)
         return walk, outputs
 
-    def _broken(
-        self, kind: str, axis: Axis, outputs: Sequence[Reach]
-    ) -> tuple[int, tuple[int, int]] | None:
-        for k, along in axis.targets.items():
-            pair = violation(kind, outputs[k], along)
-            if pair is not None:
-                return k, pair
-        return None
-
-    def _culprit(self, kind: str, axis: Axis, output: int) -> Step | None:
+    def _culprit(self, claim: Claim, output: int) -> Step | None:
         """The operation at which the claim breaks: the last one, going back from the output, all of
         whose operands still fulfill it."""
-        walk, _ = self._reaches(axis, Assumptions(True), record=True)
-        jaxpr = self.closed.jaxpr
-        return _first_break(kind, axis.size, jaxpr, walk.steps, jaxpr.outvars[output])
+        walk, _ = self._reaches(claim, Assumptions(True), record=True)
+        return first_break(claim, walk.steps, self.closed.jaxpr.outvars[output])
 
     def __str__(self) -> str:
         lines = []
         for name, axis in self._axes.items():
-            _, outputs = self._reaches(axis, Assumptions(True))
-            for k, along in axis.targets.items():
-                lines.append(f"{self._outputs[k]} along {name!r}: {relation(outputs[k], along)}")
+            _, outputs = self._reaches(Claim(axis, name), Assumptions(True))
+            for k, place in axis.targets.items():
+                lines.append(f"{self._outputs[k]} along {name!r}: {relation(outputs[k], place)}")
         return "\n".join(lines)
-
-
-_CLAIMS = {"independent": "independent", "causal": "causal"}
-_FORBIDDEN: dict[str, Callable] = {
-    "independent": lambda i, j: i != j,
-    "causal": lambda i, j: i < j,
-}
-
-
-def violation(kind: str, reach: Reach, axis: int) -> tuple[int, int] | None:
-    """A pair (output position, input position) that a claim excludes, or None."""
-    size = reach.shape[axis]
-    others = tuple(i for i in range(len(reach.shape)) if i != axis)
-    low = np.broadcast_to(reach.low.min(others, initial=FAR).reshape(-1), (size,))
-    high = np.broadcast_to(reach.high.max(others, initial=-1).reshape(-1), (size,))
-    here = np.arange(size)
-    late = np.flatnonzero(high > here)
-    if len(late):
-        return int(late[0]), int(high[late[0]])
-    early = np.flatnonzero((low < here) & (low <= high))
-    if kind == "independent" and len(early):
-        return int(early[0]), int(low[early[0]])
-    return None
 
 
 def relation(reach: Reach, axis: int) -> str:
     """How the positions of a result depend on those of the followed axis, in words."""
     size = reach.shape[axis]
-    others = tuple(i for i in range(len(reach.shape)) if i != axis)
-    low = np.broadcast_to(reach.low.min(others, initial=FAR).reshape(-1), (size,)).astype(np.int64)
-    high = np.broadcast_to(reach.high.max(others, initial=-1).reshape(-1), (size,)).astype(np.int64)
+    low, high = (each.astype(np.int64) for each in along(reach, (axis,)))
     here = np.arange(size)
-    if (low > high).all():
+    some = low <= high
+    if not some.any():
         return "independent of it"
     if (low == here).all() and (high == here).all():
         return "the same position"
-    some = low <= high
     before, after = int((here - low)[some].max()), int((high - here)[some].max())
     if (low == 0).all() and (high == here).all():
         return "the same and all earlier positions"
@@ -299,42 +302,6 @@ def _window(first: int, last: int) -> str:
     """Positions relative to that of the result, in words."""
     words = lambda n: "the same" if n == 0 else f"{abs(n)} {'before' if n < 0 else 'after'}"
     return f"position {words(first)}" if first == last else f"{words(first)} to {words(last)}"
-
-
-def _bad(kind: str, size: int, reach: Reach) -> bool:
-    """Whether no axis of a value fulfills the claim."""
-    if (reach.low > reach.high).all():
-        return False
-    axes = [i for i, n in enumerate(reach.shape) if n == size and reach.low.shape[i] > 1]
-    if kind == "independent" and (reach.low >= reach.high).all() and not axes:
-        return False  # each element depends on one position; the axis is now a part of another
-    return all(
-        n != size or violation(kind, reach, axis) is not None for axis, n in enumerate(reach.shape)
-    )
-
-
-def _first_break(kind: str, size: int, jaxpr: Any, steps: Sequence[Step], var: Any) -> Step | None:
-    produced = {v: (step, i) for step in steps for i, v in enumerate(step.eqn.outvars)}
-    found = None
-    while not isinstance(var, _jax.Literal) and var in produced:
-        step, i = produced[var]
-        found = step
-        wrong = [
-            v
-            for v, reach in zip(step.eqn.invars, step.operands)
-            if not isinstance(v, _jax.Literal) and v in produced and _bad(kind, size, reach)
-        ]
-        if wrong:
-            var = wrong[0]
-            continue
-        if step.inner is not None:
-            inside, body, _ = step.inner
-            outvars = body.outvars
-            if i < len(outvars):
-                deeper = _first_break(kind, size, body, inside, outvars[i])
-                return deeper or step
-        return step
-    return found
 
 
 class _Checker(Interpreter):
@@ -438,7 +405,11 @@ def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Depende
         if isinstance(leaf, int) and not isinstance(leaf, bool):
             names[leaf] = "result" + jax.tree_util.keystr(path)
     followed = {name: _followed(name, each, args, traced, tree) for name, each in given.items()}
-    return Dependence(traced, followed, names)
+    try:
+        bound = inspect.signature(f).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # a function without a signature
+        bound = {}
+    return Dependence(traced, followed, names, bound)
 
 
 def _followed(name: Any, given: Any, args: tuple, traced: Traced, tree: Any) -> Axis:

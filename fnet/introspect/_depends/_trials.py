@@ -4,6 +4,7 @@ differ at another."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ def find(
     arrays: Sequence,
     sources: dict[int, int],
     targets: dict[int, int],
-    forbidden: Callable[[np.ndarray, int], np.ndarray],
+    leak: Callable[[Any, np.ndarray], int | None],
     first: tuple[int, int] | None,
 ) -> tuple[Counterexample | None, int]:
     """Returns a counterexample, or None, and the number of trials.
@@ -51,7 +52,9 @@ def find(
         arrays: the inputs; those that are only described are drawn.
         sources: {input: axis} whose position is changed.
         targets: {output: axis} whose positions are compared.
-        forbidden: `forbidden(i, j)`, whether output positions i must not depend on position j.
+        leak: `leak((output, axis, j), differs)`, the position of an output that must not depend on
+            input position j but differs, or None. `differs` is a function of axes: where any bit
+            differs along them.
         first: a pair (output position, input position) to begin with.
     """
     run = jax.jit(lambda *inputs: list(f(*inputs)))
@@ -69,13 +72,11 @@ def find(
                 trials += 1
                 after = [np.asarray(y) for y in run(*changed)]
                 for k, axis in targets.items():
-                    differs = _differs(before[k], after[k], axis)
-                    wrong = np.flatnonzero(differs & forbidden(np.arange(len(differs)), j))
-                    if len(wrong):
-                        found = Counterexample(
-                            j, int(wrong[0]), value, (inputs, changed), (before, after)
-                        )
-                        return found, trials
+                    differs = functools.partial(_differs, before[k], after[k])
+                    wrong = leak((k, axis, j), differs)
+                    if wrong is not None:
+                        pairs = (inputs, changed), (before, after)
+                        return Counterexample(j, wrong, value, *pairs), trials
     return None, trials
 
 
@@ -127,13 +128,13 @@ def _changed(
     return changed if differs else None
 
 
-def _differs(a: np.ndarray, b: np.ndarray, axis: int) -> np.ndarray:
-    """For each position along an axis, whether any bit differs. NaN equals NaN."""
-    a, b = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
-    count = a.shape[0]
+def _differs(a: np.ndarray, b: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+    """For each position along some axes, whether any bit differs. NaN equals NaN."""
+    a, b = (np.moveaxis(x, axes, range(len(axes))) for x in (a, b))
+    shape = a.shape[: len(axes)]
     if a.dtype.kind not in "biuf":
         a, b = a.astype(np.float32), b.astype(np.float32)
     same = a == b
     if a.dtype.kind == "f":
         same = (same & (np.signbit(a) == np.signbit(b))) | (np.isnan(a) & np.isnan(b))
-    return ~same.reshape(count, -1).all(1)
+    return ~same.reshape((*shape, -1)).all(-1)

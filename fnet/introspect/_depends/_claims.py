@@ -1,0 +1,208 @@
+"""The claims about a program that can be proved, and where they break."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fnet import _jax
+from fnet.introspect._depends._reach import FAR, Reach
+from fnet.introspect._depends._walk import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis that is followed.
+
+    Attributes:
+        sources: {input of the program: axis}.
+        targets: {output of the program: axis}.
+        size: its length.
+    """
+
+    sources: Mapping[int, int]
+    targets: Mapping[int, int]
+    size: int
+
+
+class Claim:
+    """A claim about the positions along an axis. This one excludes nothing.
+
+    Attributes:
+        text: the claim in words.
+        sources: {input: axis} of the positions that are followed.
+        constants: {input: array} of the inputs whose numbers count.
+    """
+
+    text = ""
+
+    def __init__(self, axis: Axis, name: Any):
+        self.axis, self.name = axis, name
+        self.sources = dict(axis.sources)
+        self.constants: dict[int, np.ndarray] = {}
+
+    def broken(self, outputs: Sequence[Reach]) -> tuple[int, tuple[int, int]] | None:
+        """The first output for which the claim is not proved, and the `violation`."""
+        for k, along in self.axis.targets.items():
+            pair = self.violation(outputs[k], along, k)
+            if pair is not None:
+                return k, pair
+        return None
+
+    def violation(self, reach: Reach, axis: int, output: int | None) -> tuple[int, int] | None:
+        """A pair (output position, input position) that the claim excludes and a value allows."""
+        return None
+
+    def forbidden(self, i: np.ndarray, j: int) -> np.ndarray:
+        """Whether the claim excludes that output positions i depend on input position j."""
+        return np.zeros(i.shape, bool)
+
+    def leak(self, at: tuple[int, int, int], differs: Callable) -> int | None:
+        """A position of an output that differs although the claim excludes it, or None.
+
+        Args:
+            at: (output, its axis, the input position that was changed).
+            differs: a function of axes, which returns where any bit differs along them.
+        """
+        _, axis, j = at
+        found = differs((axis,))
+        wrong = np.flatnonzero(found & self.forbidden(np.arange(len(found)), j))
+        return int(wrong[0]) if len(wrong) else None
+
+    def bad(self, reach: Reach) -> bool:
+        """Whether no axis of a value fulfills the claim."""
+        if (reach.low > reach.high).all():
+            return False
+        return all(
+            n != self.axis.size or self.violation(reach, axis, None) is not None
+            for axis, n in enumerate(reach.shape)
+        )
+
+
+class Independent(Claim):
+    def __init__(self, axis: Axis, name: Any):
+        super().__init__(axis, name)
+        self.text = f"independent along {name!r}"
+
+    def violation(self, reach: Reach, axis: int, output: int | None) -> tuple[int, int] | None:
+        low, high = along(reach, (axis,))
+        here = np.arange(reach.shape[axis])
+        return _first(high > here, high) or _first((low < here) & (low <= high), low)
+
+    def forbidden(self, i: np.ndarray, j: int) -> np.ndarray:
+        return i != j
+
+    def bad(self, reach: Reach) -> bool:
+        axes = [
+            i for i, n in enumerate(reach.shape) if n == self.axis.size and reach.low.shape[i] > 1
+        ]
+        if (reach.low >= reach.high).all() and not axes:
+            return False  # each element depends on one position; the axis is now a part of another
+        return super().bad(reach)
+
+
+class Causal(Claim):
+    def __init__(self, axis: Axis, name: Any):
+        super().__init__(axis, name)
+        self.text = f"causal along {name!r}"
+
+    def violation(self, reach: Reach, axis: int, output: int | None) -> tuple[int, int] | None:
+        _, high = along(reach, (axis,))
+        return _first(high > np.arange(reach.shape[axis]), high)
+
+    def forbidden(self, i: np.ndarray, j: int) -> np.ndarray:
+        return i < j
+
+
+class Segments(Claim):
+    """Texts that are packed into rows do not see each other.
+
+    Args:
+        index: the input of the program with the numbers of the texts.
+        ids: these numbers, [time] or [rows, time].
+        rows: {output: the axis of the rows}.
+    """
+
+    def __init__(self, axis: Axis, name: Any, index: int, ids: np.ndarray, rows: Mapping[int, int]):
+        super().__init__(axis, name)
+        self.text = f"segments of {name!r} are apart"
+        self.sources.pop(index)
+        self.constants = {index: ids}
+        self.ids, self.rows = ids if ids.ndim == 2 else ids[None], rows
+        here = np.arange(self.ids.shape[1])
+        new = np.ones(self.ids.shape, bool)
+        new[:, 1:] = self.ids[:, 1:] != self.ids[:, :-1]
+        self.first = np.maximum.accumulate(np.where(new, here, 0), 1)
+        end = np.ones(self.ids.shape, bool)
+        end[:, :-1] = new[:, 1:]
+        last = np.where(end, here, here[-1])[:, ::-1]
+        self.last = np.minimum.accumulate(last, 1)[:, ::-1]
+
+    def violation(self, reach: Reach, axis: int, output: int | None) -> tuple[int, int] | None:
+        count = len(self.ids)
+        rows = self.rows.get(output) if output is not None else None
+        if output is None and reach.shape[0] == count and axis != 0:
+            rows = 0  # of an intermediate value, to name the operation
+        if rows is None:
+            low, high = (each[None] for each in along(reach, (axis,)))
+        else:
+            low, high = along(reach, (rows, axis))
+        some = low <= high
+        for wrong, where in ((some & (low < self.first), low), (some & (high > self.last), high)):
+            if wrong.any():
+                row, i = map(int, np.argwhere(wrong)[0])
+                where = np.broadcast_to(where, wrong.shape)
+                return i, int(where[row, i])
+        return None
+
+    def leak(self, at: tuple[int, int, int], differs: Callable) -> int | None:
+        output, axis, j = at
+        rows = self.rows.get(output)
+        found = differs((axis,))[None] if rows is None else differs((rows, axis))
+        wrong = np.argwhere(found & (self.ids != self.ids[:, [j]]))
+        return int(wrong[0][1]) if len(wrong) else None
+
+
+def along(reach: Reach, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last position on which a value depends at each position along some axes."""
+    others = tuple(i for i in range(len(reach.shape)) if i not in axes)
+    shape = [reach.shape[i] for i in axes]
+    order = np.argsort(np.argsort(axes))
+
+    def kept(array: np.ndarray) -> np.ndarray:
+        array = array.reshape([array.shape[i] for i in sorted(axes)]).transpose(order)
+        return np.broadcast_to(array, shape)
+
+    low = reach.low.min(others, keepdims=True, initial=FAR)
+    high = reach.high.max(others, keepdims=True, initial=-1)
+    return kept(low), kept(high)
+
+
+def _first(wrong: np.ndarray, where: np.ndarray) -> tuple[int, int] | None:
+    found = np.flatnonzero(wrong)
+    return (int(found[0]), int(where[found[0]])) if len(found) else None
+
+
+def first_break(claim: Claim, steps: Sequence[Step], var: Any) -> Step | None:
+    """The operation at which a claim breaks: the last one, going back from a value, all of whose
+    operands still fulfill it."""
+    produced = {v: (step, i) for step in steps for i, v in enumerate(step.eqn.outvars)}
+    found = None
+    while not isinstance(var, _jax.Literal) and var in produced:
+        found, i = produced[var]
+        wrong = [
+            v
+            for v, reach in zip(found.eqn.invars, found.operands)
+            if not isinstance(v, _jax.Literal) and v in produced and claim.bad(reach)
+        ]
+        if wrong:
+            var = wrong[0]
+            continue
+        if found.inner is None:
+            return found
+        inside, body, _ = found.inner
+        return first_break(claim, inside, body.outvars[i]) or found
+    return found
