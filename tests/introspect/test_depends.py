@@ -13,6 +13,7 @@ from jax import lax
 
 from fnet import introspect, models
 from fnet import layers as nn
+from fnet import transforms as ft
 
 
 @pytest.fixture(autouse=True)
@@ -294,26 +295,57 @@ def test_a_decoder_and_its_gradient():
     )
 
 
-def test_a_planted_leak_is_found_in_its_layer():
-    rng = np.random.default_rng(0)
+@nn.layer
+def deep(scope, x, *, leaking, leak):
+    """Twelve blocks of attention, of which one looks ahead."""
+    for i in range(12):
+        here = scope[f"block{i}"]
+        y = nn.Attention(2, causal=not (i == leaking and leak == "attention"))(here["attention"], x)
+        x = x + nn.Dense(8)(here["dense"], nn.LayerNorm()(here["norm"], y))
+        if i == leaking and leak == "mean":
+            with jax.named_scope(f"block{i}"):
+                x = x - x.mean(1, keepdims=True)
+        if i == leaking and leak == "pool":
+            pool = nn.MaxPool(3, 1, padding="SAME")
+            x = x + pool(here["pool"], x)
+    return x
 
-    @nn.layer
-    def deep(scope, x, *, leaking):
-        for i in range(12):
-            here = scope[f"block{i}"]
-            y = nn.Attention(2, causal=i != leaking)(here["attention"], x)
-            x = x + nn.Dense(8)(here["dense"], y)
-        return x
 
-    for leaking in rng.choice(12, 4, replace=False):
-        model = deep(leaking=int(leaking))
-        params, _ = model.init(jax.random.key(0), X)
-        report = introspect.depends(model, params, X, axes=SHARED)
-        with pytest.raises(introspect.NotProved) as caught:
-            report.check(causal="t", assume="finite")
-        verdict = caught.value.verdict
-        assert verdict.status == "refuted" and f"block{leaking}/" in verdict.path + "/"
-        assert f"block{leaking}" in str(caught.value)
+LEAKS = [(layer, leak) for leak in ("attention", "mean", "pool") for layer in range(12)]
+PLANTED = [LEAKS[i] for i in np.random.default_rng(0).choice(len(LEAKS), 20, replace=False)]
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(("layer", "leak"), PLANTED)
+def test_a_planted_leak_is_found_in_its_layer(layer, leak):
+    model = deep(leaking=int(layer), leak=str(leak))
+    params, _ = model.init(jax.random.key(0), X)
+    report = introspect.depends(model, params, X, axes=SHARED)
+    with pytest.raises(introspect.NotProved) as caught:
+        report.check(causal="t", assume="finite")
+    verdict = caught.value.verdict
+    assert verdict.status == "refuted" and f"block{layer}/" in verdict.path + "/"
+    assert f"block{layer}" in str(caught.value)
+
+
+def test_fnets_own_promises_about_rows():
+    """Per-example gradients, and each token of generated texts."""
+    model, params, tokens = gpt()
+
+    def loss(params, tokens):
+        return -jax.nn.log_softmax(model(params, tokens))[:, :-1, 0].mean()
+
+    each = ft.per_example(ft.grad(loss))
+    axes = {"b": ((None, 0), 0)}
+    report = introspect.depends(each, params, tokens, axes=axes)
+    assert report.verdict("independent", "b", trials=False).status == "proved"
+    decode = lambda params, token, cache: model(params, token, state=cache)
+    cache = model.cache(tokens)
+    rows = jax.tree.map(lambda x: 1 if x.ndim > 1 else 0, cache)  # after the layers, if any
+    report = introspect.depends(
+        decode, params, tokens[:, :1], cache, axes={"b": ((None, 0, rows), (0, rows))}
+    )
+    assert report.verdict("independent", "b", trials=False).status == "proved"
 
 
 def test_recurrent_layers():
