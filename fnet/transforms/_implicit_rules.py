@@ -244,7 +244,7 @@ def _convolution(self, eqn, at, inputs):
 def _gather(self, eqn, at, inputs):
     table, indices = inputs
     view = table.x
-    numbers, sizes, fill = options(eqn)
+    numbers, sizes, fill, _ = options(eqn)
     if (
         _is_view(indices)
         or not _is_view(table)
