@@ -188,6 +188,15 @@ def everything(reaches: Sequence[Reach]) -> tuple[int, int]:
     return low, high
 
 
+def also(reach: Reach, interval: tuple[int, int]) -> Reach:
+    """What depends on an interval, too."""
+    first, last = interval
+    if first > last:
+        return reach
+    low, high = np.minimum(reach.low, first), np.maximum(reach.high, last)
+    return made(reach.shape, low.astype(np.int32), high.astype(np.int32), below=reach.below)
+
+
 def uniform(shape: Sequence[int], low: int, high: int) -> Reach:
     one = (1,) * len(shape)
     return Reach(tuple(shape), np.full(one, low, np.int32), np.full(one, high, np.int32))

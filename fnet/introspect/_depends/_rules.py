@@ -21,6 +21,7 @@ from fnet.introspect._depends._conditions import Assumptions
 from fnet.introspect._depends._reach import (
     FAR,
     Reach,
+    also,
     container,
     everything,
     made,
@@ -531,20 +532,7 @@ def _dynamic_slice(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) ->
             bound = bound.max(tuple(moving), keepdims=True)
         wide = over(array, moving)
         array = made(shape, wide.low, wide.high, below=bound)
-    return [_and(Reach(shape, array.low, array.high, array.value, array.known, array.below), by)]
-
-
-def _and(reach: Reach, interval: tuple[int, int]) -> Reach:
-    """What also depends on an interval."""
-    low, high = interval
-    if low > high:
-        return reach
-    return made(
-        reach.shape,
-        np.minimum(reach.low, low).astype(np.int32),
-        np.maximum(reach.high, high).astype(np.int32),
-        below=reach.below,
-    )
+    return [also(Reach(shape, array.low, array.high, array.value, array.known, array.below), by)]
 
 
 def _dynamic_update(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
@@ -579,7 +567,7 @@ def _dynamic_update(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -
     # the update lands somewhere along these axes
     wide = over(update, moving)
     low, high = np.minimum(array.low, wide.low), np.maximum(array.high, wide.high)
-    return [_and(made(shape, low, high), by)]
+    return [also(made(shape, low, high), by)]
 
 
 def _merged(

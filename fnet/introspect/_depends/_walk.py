@@ -13,6 +13,7 @@ from fnet.introspect._depends._conditions import Assumptions
 from fnet.introspect._depends._reach import (
     Reach,
     alike,
+    also,
     constant,
     everything,
     join,
@@ -133,7 +134,7 @@ class Walk:
             done, _ = self(branch.jaxpr, branch.consts, inputs, at)
             merged = done if merged is None else [join(a, b) for a, b in zip(merged, done)]
         assert merged is not None
-        return [_and(each, everything([which])) for each in merged], None
+        return [also(each, everything([which])) for each in merged], None
 
     def _scan(self, eqn: Any, operands: list[Reach], at: Scope) -> tuple[list[Reach], Any]:
         body = scan(eqn)
@@ -226,7 +227,7 @@ class Walk:
             if rows:  # each row ends by itself, as under jax.vmap
                 return [_with_rows(each, going) for each in outputs], steps
             # Everything depends on how often the loop runs.
-            return [_and(each, everything([going])) for each in outputs], steps
+            return [also(each, everything([going])) for each in outputs], steps
 
         carried, _, _ = self._settled(call, list(carry), len(carry))
         return carried
@@ -237,17 +238,6 @@ _LOOPS = ("scan", "while")
 
 def _shape(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
-
-
-def _and(reach: Reach, interval: tuple[int, int]) -> Reach:
-    low, high = interval
-    if low > high:
-        return reach
-    return made(
-        reach.shape,
-        np.minimum(reach.low, low).astype(np.int32),
-        np.maximum(reach.high, high).astype(np.int32),
-    )
 
 
 def _with_rows(reach: Reach, going: Reach) -> Reach:
