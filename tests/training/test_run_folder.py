@@ -219,6 +219,24 @@ def test_a_run_whose_folder_was_replaced_writes_nothing_into_the_new_one(tmp_pat
     assert steps_of(tmp_path / "run") == [2] and tr.load(tmp_path / "run").config == {"rate": 2}
 
 
+def test_a_step_of_the_run_that_took_the_folder_stays_in_its_place(tmp_path):
+    """The folder is replaced between the last look at the lock and the rename."""
+    from fnet.training.checkpoints._folder import Folder
+
+    folder = Folder(tmp_path)
+    folder.partial(2).mkdir()
+
+    def replaced():
+        shutil.rmtree(folder.partial(2))
+        (tmp_path / "2").mkdir()
+        (tmp_path / "2" / "theirs").touch()
+
+    with pytest.raises(FileNotFoundError):
+        folder.commit(2, {}, replaced)
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+    assert (tmp_path / "2" / "theirs").exists()
+
+
 def test_a_lock_on_a_file_that_was_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
     from fnet.training.checkpoints import _lock
 

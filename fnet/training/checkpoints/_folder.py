@@ -122,7 +122,12 @@ class Folder:
         final, old = self.folder / str(step), self.folder / f".replaced-{step}"
         if final.exists():
             os.rename(final, old)
-        os.rename(self.partial(step), final)
+        try:
+            os.rename(self.partial(step), final)
+        except OSError:  # the folder was replaced since `check`: what is there stays there
+            if old.exists() and not final.exists():
+                os.rename(old, final)
+            raise
         sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
