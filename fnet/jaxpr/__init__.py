@@ -52,6 +52,7 @@ from fnet.jaxpr._equations import (
     product,
     random_bits,
     selects_largest,
+    sorted_axis,
     value_name,
 )
 from fnet.jaxpr._explicit import automatic, explicit, split_over, typed, without_shardings
@@ -63,6 +64,7 @@ from fnet.jaxpr._primitives import (
     Description,
     Inside,
     Traits,
+    builtin,
     describe,
     description,
     traits,
@@ -119,6 +121,7 @@ __all__ = [
     "bind",
     "bodies",
     "boxed",
+    "builtin",
     "call_name",
     "check_function",
     "converted",
@@ -163,6 +166,7 @@ __all__ = [
     "scopes_in",
     "selects_largest",
     "solve_inputs",
+    "sorted_axis",
     "split_over",
     "static",
     "statics",

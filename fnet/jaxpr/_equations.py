@@ -128,6 +128,12 @@ def pooling_window(eqn: Any) -> tuple[int, ...] | None:
     return window if tiles else None
 
 
+def sorted_axis(eqn: Any) -> int:
+    """Returns the axis of a top_k equation. Before jax 0.11 it is the last one."""
+    axis = eqn.params.get("axis", -1)
+    return axis % len(eqn.invars[0].aval.shape)
+
+
 def selects_largest(eqn: Any) -> bool:
     """Whether a select_and_scatter_add selects the largest element (the first one, if several are
     equal), as the gradient of a max pooling does."""

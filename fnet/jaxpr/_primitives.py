@@ -115,6 +115,18 @@ def traits(name: str) -> Traits:
     return _TRAITS.get(name, UNKNOWN)
 
 
+def builtin(primitive: Any) -> bool:
+    """Whether a primitive is JAX's or fnet's own, and not another one of the same name."""
+    return primitive in _DESCRIPTIONS or id(primitive) in _of_jax()
+
+
+@functools.cache
+def _of_jax() -> frozenset[int]:
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "jax"]
+    values = (value for module in modules for value in list(vars(module).values()))
+    return frozenset(id(value) for value in values if isinstance(value, _jax.Primitive))
+
+
 @functools.cache
 def unsupported() -> tuple[str, ...]:
     """Returns one line for each feature that fnet uses and that this version of JAX lacks.

@@ -116,6 +116,7 @@ class Gather(NamedTuple):
 
 class Scatter(NamedTuple):
     dimension_numbers: lax.ScatterDimensionNumbers
+    update_jaxpr: Any  # None if an update replaces the element
 
 
 class Dot(NamedTuple):

@@ -396,7 +396,7 @@ def test_the_report_says_how_results_depend():
         "shifted": jnp.pad(x, ((0, 0), (2, 0), (0, 0)))[:, :-2],
         "all": jnp.sort(x, 1),
     }
-    report = str(introspect.depends(f, X, axes={"t": (1, {"shifted": 1, "all": 1})}))
+    report = str(introspect.depends(f, X, axes={"t": (1, {"mean": None, "shifted": 1, "all": 1})}))
     assert report == (
         "result['shifted'] along 't': position 2 before\nresult['all'] along 't': all positions"
     )

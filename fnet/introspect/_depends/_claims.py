@@ -128,7 +128,7 @@ class Segments(Claim):
 
     def __init__(self, axis: Axis, name: Any, index: int, ids: np.ndarray, rows: Mapping[int, int]):
         super().__init__(axis, name)
-        self.text = f"segments of {name!r} are apart"
+        self.text = f"segments of {name!r}, with these numbers, are apart"
         self.sources.pop(index)
         self.constants = {index: ids}
         self.ids, self.rows = ids if ids.ndim == 2 else ids[None], rows

@@ -13,6 +13,7 @@ FEW = 2**12
 _TEXTS = {
     "finite": "{what} is finite",
     "nonzero": "{what} is neither 0 nor NaN",
+    "within": "{what} is within {bound:.4g} of 0",
     "at most": "{what} is at most {bound:.4g}",
     "at least": "{what} is at least {bound:.4g}",
     "above": "{what} is above {bound:.4g}",
@@ -24,7 +25,7 @@ class Condition:
     """An assumption about one operand or result of an equation.
 
     Attributes:
-        kind: "finite", "nonzero", "at most", "at least" or "above".
+        kind: "finite", "nonzero", "within", "at most", "at least" or "above".
         operand: the index of the operand, or None for the result.
         bound: the number to which it is compared.
         primitive: the equation's primitive.
@@ -65,6 +66,9 @@ class Assumptions:
     def nonzero(self, eqn: Any, operand: int) -> bool:
         return self._assume("nonzero", eqn, operand, 0.0)
 
+    def within(self, eqn: Any, operand: int, bound: float) -> bool:
+        return self._assume("within", eqn, operand, bound)
+
     def at_most(self, eqn: Any, operand: int, bound: float) -> bool:
         return self._assume("at most", eqn, operand, bound)
 
@@ -78,7 +82,7 @@ class Assumptions:
         if self.allowed:
             key = (id(eqn), kind, operand)
             before = self.made.get(key)
-            if before is not None and kind in ("at most",):
+            if before is not None and kind in ("at most", "within"):
                 bound = min(bound, before.bound)
             elif before is not None:
                 bound = max(bound, before.bound)

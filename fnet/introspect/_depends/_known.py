@@ -15,8 +15,8 @@ import numpy as np
 from fnet.introspect._depends._reach import Reach, container
 from fnet.jaxpr import new_dtype
 
-_EXACT = 2**20  # whole numbers up to this size are added and multiplied exactly in float32
-_VANISHES = -750.0  # exp of this is 0 in every dtype
+_EXACT = 2**20  # whole numbers up to this size are known
+_VANISHES = {"exp2": -1100.0}  # the power of two of this is 0 in every dtype
 
 
 def fold(eqn: Any, operands: Sequence[Reach]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -66,9 +66,14 @@ def logic(eqn: Any, operands: Sequence[Reach]) -> tuple[np.ndarray, np.ndarray] 
     return np.full((1,) * decided.ndim, full, dtype), decided
 
 
-def vanishes(bound: np.ndarray) -> np.ndarray:
-    """Where the exponential of what is at most `bound` is 0."""
-    return bound <= _VANISHES
+def vanishes(bound: np.ndarray, name: str) -> np.ndarray:
+    """Where the exponential of what is at most `bound` is 0 in every dtype."""
+    return bound <= _VANISHES.get(name, -750.0)
+
+
+def largest_exact(eqn: Any) -> int:
+    """The largest whole number up to which the result of an equation has all of them."""
+    return min(_EXACT, 2 ** (jnp.finfo(eqn.outvars[0].aval.dtype).nmant + 1))
 
 
 def _always(f: Callable) -> Callable:
@@ -82,17 +87,16 @@ def _whole(f: Callable) -> Callable:
         result = f(a, b)
         if result.dtype.kind != "f":
             return result, True
-        exact = np.isinf(result) | (result == 0)
+        most = largest_exact(eqn)
+        whole = np.ones((), bool)
         for x in (a, b):
-            exact = exact & (np.isinf(x) | ((np.trunc(x) == x) & (np.abs(x) < _EXACT)))
+            whole = whole & (np.isinf(x) | ((np.trunc(x) == x) & (np.abs(x) <= most)))
         unit = np.zeros((), bool)
         if f is np.multiply:
             unit = np.isin(a, (-1, 0, 1)) & np.isfinite(b) | np.isin(b, (-1, 0, 1)) & np.isfinite(a)
         elif f in (np.add, np.subtract):
             unit = (a == 0) & np.isfinite(b) | (b == 0) & np.isfinite(a)
-        half = jnp.finfo(eqn.outvars[0].aval.dtype).nmant < 20
-        exact = exact & (np.isinf(result) | (np.abs(result) <= (128 if half else _EXACT)))
-        return result, exact | unit
+        return result, (whole & (np.isinf(result) | (np.abs(result) <= most))) | unit
 
     return folded
 
@@ -108,17 +112,15 @@ def _converted(eqn: Any, x: np.ndarray) -> tuple | None:
         exact = exact & np.isfinite(x)
     if dtype.kind == "b":
         exact = np.ones((), bool)
-    if x.dtype.kind == "f" and dtype.kind == "f":
-        exact = exact | np.isinf(value) | (np.abs(x) > 1e4)  # far numbers only bound a mask
     return value, exact
 
 
 def _divided(eqn: Any, a: np.ndarray, b: np.ndarray) -> tuple | None:
     if a.dtype.kind not in "iu":
         return None
-    ok = b != 0
-    safe = np.where(ok, b, 1)
-    return np.trunc(a / safe).astype(a.dtype), ok & (np.abs(a) < _EXACT)
+    ok = (b != 0) & (a > -_EXACT) & (a < _EXACT) & (b > -_EXACT) & (b < _EXACT)
+    small, by = np.where(ok, a, 0).astype(np.int64), np.where(ok, b, 1).astype(np.int64)
+    return np.trunc(small / by).astype(a.dtype), ok
 
 
 def _remainder(eqn: Any, a: np.ndarray, b: np.ndarray) -> tuple | None:
@@ -153,7 +155,9 @@ def _float(x: np.ndarray) -> bool:
 
 
 def _power(eqn: Any, x: np.ndarray) -> tuple:
-    return x * x, (x.dtype.kind != "f") | (np.abs(x) < 11)
+    if x.dtype.kind != "f":
+        return x * x, True
+    return x * x, (np.trunc(x) == x) & (np.abs(x * x) <= largest_exact(eqn))
 
 
 _FOLDS: dict[str, Callable] = {

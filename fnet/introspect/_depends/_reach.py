@@ -67,7 +67,7 @@ class Reach:
     def bound(self) -> np.ndarray | None:
         """An upper bound of each element, from what is known of it."""
         bounds = [] if self.below is None else [self.below]
-        if self.value is not None and self.known is not None and self.value.dtype.kind in "fiub":
+        if self.value is not None and self.known is not None and self.value.dtype.kind == "f":
             bounds.append(np.where(self.known, self.value.astype(np.float64), _UNBOUNDED))
         bounds = [np.where(np.isnan(each), _UNBOUNDED, each) for each in bounds]
         return np.minimum(*bounds) if len(bounds) == 2 else bounds[0] if bounds else None
@@ -83,6 +83,9 @@ def made(
 ) -> Reach:
     """Returns a `Reach` whose arrays are as small as possible."""
     shape = tuple(shape)
+    if known is not None and value is not None and value.dtype.kind == "f":
+        # CPUs flush subnormal numbers in some operations and not in others
+        known = known & ~((value != 0) & (np.abs(value) < np.finfo(value.dtype).tiny))
     if known is not None and not known.any():
         value = known = None
     if value is not None and known is not None:
@@ -177,7 +180,8 @@ def over(reach: Reach, axes: Sequence[int]) -> Reach:
     axes = tuple(axes)
     if not axes:
         return reach.forgotten()
-    low, high = reach.low.min(axes, keepdims=True), reach.high.max(axes, keepdims=True)
+    low = reach.low.min(axes, keepdims=True, initial=FAR)
+    high = reach.high.max(axes, keepdims=True, initial=-1)
     return Reach(reach.shape, low, high)
 
 

@@ -22,10 +22,28 @@ from fnet.introspect._depends._claims import (
     first_break,
 )
 from fnet.introspect._depends._conditions import FEW, Assumptions, Condition
-from fnet.introspect._depends._reach import MOST, Reach, constant, nothing, source
+from fnet.introspect._depends._reach import (
+    MOST,
+    Reach,
+    constant,
+    everything,
+    nothing,
+    source,
+    uniform,
+)
 from fnet.introspect._depends._trials import Counterexample
-from fnet.introspect._depends._walk import Step, Walk
-from fnet.jaxpr import Interpreter, Traced, check_function, title
+from fnet.introspect._depends._walk import Step, Walk, has_refs
+from fnet.jaxpr import (
+    Interpreter,
+    Traced,
+    array_leaves,
+    bodies,
+    check_function,
+    is_array,
+    mutable,
+    solve_inputs,
+    title,
+)
 
 Axes = Any  # an axis for each array, in a tree as for jax.vmap
 
@@ -62,11 +80,27 @@ class Verdict:
     trials: int = 0
     opaque: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _program: Any = dataclasses.field(default=None, repr=False)
+    _constants: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
 
-    def holds(self, *args: Any) -> bool:
-        """Whether a batch fulfills the conditions: the arguments that `depends` had, of the same
-        shapes."""
-        return self.status == "proved" or _fulfilled(self._program, self.conditions, args)
+    def holds(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether a batch fulfills the conditions: arguments as those of `depends`, of the same
+        shapes. A condition in a branch or loop that does not run counts as not fulfilled.
+
+        Raises:
+            ValueError: the arguments have other shapes or dtypes.
+        """
+        if self._program is None:
+            return False
+        closed, opened = self._program
+        tree, modules, _ = mutable.extract((args, kwargs))
+        arrays, _ = array_leaves((tree, modules))
+        types = [(tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype)) for x in arrays]
+        expected = [(tuple(v.aval.shape), v.aval.dtype) for v in closed.jaxpr.invars]
+        if types != expected:
+            raise ValueError(f"holds: expected arrays {expected}, got {types}")
+        if any(not np.array_equal(arrays[i], x) for i, x in self._constants.items()):
+            return False
+        return self.status == "proved" or _fulfilled(closed, opened, self.conditions, arrays)
 
     def __str__(self) -> str:
         if self.status == "proved":
@@ -151,7 +185,9 @@ class Dependence:
                 conditions = tuple(walk.assumed.made.values())
                 status = "proved if" if conditions else "proved"
                 program = self.closed, walk.opened
-                return Verdict(claim.text, status, conditions, _program=program)
+                return Verdict(
+                    claim.text, status, conditions, _program=program, _constants=claim.constants
+                )
         k, positions = broken  # type: ignore[misc]
         step = self._culprit(claim, k)
         found, count = None, 0
@@ -262,6 +298,11 @@ class Dependence:
             else:
                 inputs.append(nothing(v.aval.shape))
         walk = Walk(assumed, record)
+        if has_refs(self.closed.jaxpr):
+            walk.opaque["jax.Ref"] = ""
+            walk.steps = []
+            whole = everything(inputs)
+            return walk, [uniform(v.aval.shape, *whole) for v in self.closed.jaxpr.outvars]
         outputs, walk.steps = walk(self.closed.jaxpr, self.closed.consts, inputs)
         return walk, outputs
 
@@ -309,28 +350,35 @@ class _Checker(Interpreter):
 
     def __init__(self, conditions: Sequence[Condition], opened: Mapping[int, Any]):
         super().__init__()
-        self.conditions: dict[int, list[Condition]] = {}
-        for each in conditions:
-            self.conditions.setdefault(id(each.eqn), []).append(each)
+        self.conditions: dict[int, list[tuple[int, Condition]]] = {}
+        for i, each in enumerate(conditions):
+            self.conditions.setdefault(id(each.eqn), []).append((i, each))
         self.opened_equations = opened
-        self.seen: list = []
+        self.seen: dict[int, list[bool]] = {}
 
     def equation(self, eqn: Any, at: Any, inputs: list, plan: Any) -> Any:
         found = self.conditions.get(id(eqn), ())
-        for each in found:
+        for i, each in found:
             if each.operand is not None:
-                self._note(each, inputs[each.operand].x)
-        if id(eqn) in self.opened_equations:
+                self._note(i, each, inputs[each.operand].x)
+        if eqn.primitive.name == "custom_linear_solve":
+            (body,) = bodies(eqn)
+            given = [inputs[i] for i in solve_inputs(eqn)]
+            outputs = self.evaluate(body.jaxpr, body.consts, given, at)
+        elif id(eqn) in self.opened_equations:
             outputs = self.evaluate(self.opened_equations[id(eqn)][1], (), inputs, at)
         else:
             outputs = self.default(eqn, at, inputs, (None,) * len(eqn.outvars))
-        for each in found:
+        for i, each in found:
             if each.operand is None:
-                self._note(each, outputs[0].x)
+                self._note(i, each, outputs[0].x)
         return outputs
 
-    def _note(self, condition: Condition, x: Any) -> None:
-        jax.debug.callback(self.seen.append, _true(condition, jnp.asarray(x)))
+    def _note(self, i: int, condition: Condition, x: Any) -> None:
+        def note(holds: Any) -> None:
+            self.seen.setdefault(i, []).append(bool(np.all(holds)))
+
+        jax.debug.callback(note, _true(condition, jnp.asarray(x)))
 
 
 def _true(condition: Condition, x: Any) -> Any:
@@ -338,22 +386,23 @@ def _true(condition: Condition, x: Any) -> Any:
         return jnp.isfinite(x).all()
     if condition.kind == "nonzero":
         return ((x != 0) & ~jnp.isnan(x)).all()
-    bound = jnp.asarray(condition.bound, jnp.float32)
-    y = x.astype(jnp.float32)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    bound, y = jnp.asarray(condition.bound, wide), x.astype(wide)
+    if condition.kind == "within":
+        return (jnp.abs(y) <= bound).all()
     if condition.kind == "at most":
         return (y <= bound).all()
     return (y >= bound).all() if condition.kind == "at least" else (y > bound).all()
 
 
-def _fulfilled(program: Any, conditions: Sequence[Condition], args: tuple) -> bool:
-    if program is None:
-        return False
-    closed, opened = program
-    arrays = [x for x in jax.tree.leaves(args) if hasattr(x, "shape")]
+def _fulfilled(
+    closed: Any, opened: Mapping, conditions: Sequence[Condition], arrays: Sequence
+) -> bool:
     checker = _Checker(conditions, opened)
     jax.block_until_ready(checker.outputs(closed, arrays))
     jax.effects_barrier()
-    return all(bool(each) for each in checker.seen)
+    seen = checker.seen
+    return all(seen.get(i) and all(seen[i]) for i in range(len(conditions)))
 
 
 def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Dependence:
@@ -392,19 +441,21 @@ def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Depende
     result along 't': the same to 1 after
     """
     check_function("depends", f)
+    args, kwargs = _distinct((args, kwargs))
     named, args = _symbolic.axes(f, args, kwargs)
     traced = Traced(f, args, kwargs)
     given = named or {0: 0} if axes is None else axes
     if not isinstance(given, Mapping):
         given = {given: given}
     count = len(traced.closed.jaxpr.outvars)
-    tree, _ = traced.tree(range(count))
-    paths = jax.tree_util.tree_leaves_with_path(tree)
+    tree, _ = traced.tree(map(_Output, range(count)))
     names = ["result"] * count
-    for path, leaf in paths:
-        if isinstance(leaf, int) and not isinstance(leaf, bool):
-            names[leaf] = "result" + jax.tree_util.keystr(path)
-    followed = {name: _followed(name, each, args, traced, tree) for name, each in given.items()}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, _Output):
+            names[leaf.index] = "result" + jax.tree_util.keystr(path)
+    followed = {
+        name: _followed(name, each, args, kwargs, traced, tree) for name, each in given.items()
+    }
     try:
         bound = inspect.signature(f).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # a function without a signature
@@ -412,33 +463,69 @@ def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Depende
     return Dependence(traced, followed, names, bound)
 
 
-def _followed(name: Any, given: Any, args: tuple, traced: Traced, tree: Any) -> Axis:
-    if isinstance(given, int):
-        in_axes: Any = tuple(given if hasattr(x, "shape") else None for x in args)
-        out_axes: Any = given
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """Stands for an output of the program in the tree of results."""
+
+    index: int
+
+
+def _distinct(tree: Any) -> Any:
+    """Makes copies of arrays that occur twice, so that each occurrence has an axis of its own."""
+    leaves = [x for x in jax.tree.leaves(tree) if is_array(x)]
+    if len({id(x) for x in leaves}) == len(leaves):
+        return tree
+    seen: set[int] = set()
+
+    def once(x: Any) -> Any:
+        if not is_array(x):
+            return x
+        if id(x) in seen:
+            struct = isinstance(x, jax.ShapeDtypeStruct)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype) if struct else x.copy()
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(once, tree)
+
+
+def _followed(
+    name: Any, given: Any, args: tuple, kwargs: Mapping, traced: Traced, tree: Any
+) -> Axis:
+    wanted: dict[int, int] = {}  # id of an array: its axis
+    if isinstance(given, (int, np.integer)):
+        in_axes: Any = tuple(int(given) if is_array(x) else None for x in args)
+        out_axes: Any = int(given)
+        wanted.update({id(x): int(given) for x in kwargs.values() if is_array(x)})
     else:
         in_axes, out_axes = given
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
-    wanted: dict[int, int] = {}  # id of an array: its axis
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     if len(axes) != len(args):
         raise ValueError(
             f"depends: axis {name!r}: in_axes has {len(axes)} entries for {len(args)} arguments"
         )
     for axis, arg in zip(axes, args):
-        for leaf, at in _spread(axis, arg):
+        for leaf, at in _spread(name, axis, arg):
             wanted[id(leaf)] = at
+    missing = set(wanted) - set(map(id, traced.arrays))
+    if missing:
+        raise ValueError(
+            f"depends: axis {name!r}: in_axes has an axis for what is no array that JAX traces; "
+            "register its class as a pytree, or pass its arrays"
+        )
     sources = {}
     for i, x in enumerate(traced.arrays):
         if id(x) in wanted:
             sources[i] = _checked(name, wanted[id(x)], x.shape)
     targets = {}
-    for k, at in _spread(out_axes, tree):
-        v = traced.closed.jaxpr.outvars[k]
-        targets[k] = _checked(name, at, v.aval.shape)
-    sizes = {traced.arrays[i].shape[axis] for i, axis in sources.items()}
-    sizes |= {traced.closed.jaxpr.outvars[k].aval.shape[axis] for k, axis in targets.items()}
+    for leaf, at in _spread(name, out_axes, tree):
+        if isinstance(leaf, _Output):  # another leaf is a constant
+            v = traced.closed.jaxpr.outvars[leaf.index]
+            targets[leaf.index] = _checked(name, at, v.aval.shape)
+    if not targets:
+        raise ValueError(f"depends: axis {name!r}: no result has an axis in out_axes")
     lengths = {traced.arrays[i].shape[axis] for i, axis in sources.items()}
     if len(lengths) != 1:
         raise ValueError(
@@ -447,19 +534,21 @@ def _followed(name: Any, given: Any, args: tuple, traced: Traced, tree: Any) -> 
     return Axis(sources, targets, lengths.pop())
 
 
-def _spread(axes: Any, tree: Any) -> list[tuple[Any, int]]:
+def _spread(name: Any, axes: Any, tree: Any) -> list[tuple[Any, int]]:
     """Pairs (leaf, axis) of a tree for which a tree of axes has an entry."""
     if axes is None:
         return []
-    if isinstance(axes, int):
-        return [(leaf, axes) for leaf in jax.tree.leaves(tree)]
+    if isinstance(axes, (int, np.integer)):
+        return [(leaf, int(axes)) for leaf in jax.tree.leaves(tree)]
     pairs: list[tuple[Any, int]] = []
-    if isinstance(axes, Mapping):
-        for key, each in axes.items():
-            pairs += _spread(each, tree[key])
-        return pairs
-    for each, part in zip(axes, tree):
-        pairs += _spread(each, part)
+    same = isinstance(axes, Mapping) == isinstance(tree, Mapping) and len(axes) == len(tree)
+    if not same or (isinstance(axes, Mapping) and axes.keys() != tree.keys()):
+        raise ValueError(
+            f"depends: axis {name!r}: {axes} does not have the structure of "
+            f"{jax.tree.structure(tree)}; write None for what is shared"
+        )
+    for key in axes if isinstance(axes, Mapping) else range(len(axes)):
+        pairs += _spread(name, axes[key], tree[key])
     return pairs
 
 

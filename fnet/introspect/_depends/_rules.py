@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fnet.axes import axis_map
@@ -28,9 +30,10 @@ from fnet.introspect._depends._reach import (
     nothing,
     over,
     reshaped,
+    uniform,
     union,
 )
-from fnet.jaxpr import CONVOLUTION, POINTWISE, options, product, traits
+from fnet.jaxpr import CONVOLUTION, POINTWISE, builtin, options, product, sorted_axis, traits
 
 Rule = Callable[[Any, Sequence[Reach], Assumptions], list[Reach] | None]
 
@@ -40,6 +43,8 @@ def results(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
     name = eqn.primitive.name
     if operands and all(map(_blank, operands)):
         return [nothing(v.aval.shape) for v in eqn.outvars]
+    if not builtin(eqn.primitive):
+        return None
     rule = _RULES.get(name)
     found = product(eqn)
     if found is not None:
@@ -54,6 +59,8 @@ def results(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
         rule = _pointwise
     elif rule is None and traits(name).kind == "alias" and _unchanged(eqn):
         return [operands[0]]
+    if name in ("sort", "bitcast_convert_type"):
+        _mind_zeros(eqn, assumed)
     if rule is not None and (done := rule(eqn, operands, assumed)) is not None:
         return done
     return by_letters(eqn, operands)
@@ -115,7 +122,9 @@ def _arranged(
     """An array with one axis for each letter of the result, combined over all other letters."""
     array = reshaped(array, shape, split)
     gone = tuple(i for i, letter in enumerate(flat) if letter not in equal)
-    array = combine(array, axis=gone, keepdims=True) if gone else array
+    if gone:
+        initial = FAR if combine is np.min else -1
+        array = combine(array, axis=gone, keepdims=True, initial=initial)
     kept = [i for i, letter in enumerate(flat) if letter in equal]
     array = array.transpose([*kept, *gone]).reshape([array.shape[i] for i in kept])
     position = {flat[i]: n for n, i in enumerate(kept)}
@@ -153,6 +162,7 @@ def _pointwise(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> lis
         if np.dtype(merged_dtype := eqn.outvars[0].aval.dtype).kind in "biu":
             one = (1,) * len(shape)
             value, known = np.zeros(one, merged_dtype), np.ones(one, bool)
+    _mind_zeros(eqn, assumed)
     special = _SPECIAL.get(name) if assumed.allowed else None
     if special is not None:
         more = special(eqn, ranked, assumed)
@@ -164,12 +174,40 @@ def _pointwise(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> lis
                 else:
                     value = np.where(known, value, new_value)
                     known = known | new_known
-    elif name in _KEEPS_BOUND and ranked[0].below is not None:
-        below = ranked[0].below
+    elif name in _KEEPS_BOUND and assumed.allowed and (bound := ranked[0].bound()) is not None:
+        below = np.where(bound < 0, 0.99 * bound, np.inf)  # which may be rounded
+    if str(eqn.outvars[0].aval.dtype) not in _WITH_INFINITY:
+        below = None  # it wraps, or becomes NaN
     return [made(shape, low, high, value, known, below)]
 
 
 _KEEPS_BOUND = ("stop_gradient", "copy", "convert_element_type", "reduce_precision")
+_WITH_INFINITY = ("float16", "bfloat16", "float32", "float64")
+
+
+def _mind_zeros(eqn: Any, assumed: Assumptions) -> None:
+    """Assumes that no operand is 0 whose sign the result shows. A product with a zero of a mask is
+    +0 or -0, depending on what is masked."""
+    if not assumed.made:
+        return
+    if eqn.primitive.name == "integer_pow" and options(eqn).y >= 0:
+        return
+    for i in _SHOWS_SIGN.get(eqn.primitive.name, ()):
+        if i < len(eqn.invars) and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating):
+            assumed.nonzero(eqn, i)
+
+
+_SHOWS_SIGN = {
+    "div": (1,),
+    "atan2": (0, 1),
+    "rsqrt": (0,),
+    "pow": (0,),
+    "integer_pow": (0,),
+    "digamma": (0,),
+    "nextafter": (0, 1),
+    "bitcast_convert_type": (0,),
+    "sort": tuple(range(8)),
+}
 
 
 def _to_rank(reach: Reach, shape: Sequence[int]) -> Reach:
@@ -268,7 +306,7 @@ def _exponential(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> S
     bound = operands[0].bound()
     if bound is None or not assumed.allowed:
         return None
-    gone = _known.vanishes(bound)
+    gone = _known.vanishes(bound, eqn.primitive.name)
     return np.zeros((1,) * gone.ndim, _container(eqn)), gone, None
 
 
@@ -280,6 +318,7 @@ def _chosen(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
     index = None
     if which.value is not None and which.known is not None:
         index = np.where(which.known, which.value.astype(np.int64), -1)
+        index = np.minimum(index, len(cases) - 1)  # as XLA does
     value = known = below = None
     parts = []
     for i, case in enumerate(cases):
@@ -296,7 +335,8 @@ def _chosen(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
                 here = (index == i) & case.known
                 value = np.where(here, case.value, 0 if value is None else value).astype(dtype)
                 known = here if known is None else known | here
-    bounds = [case.bound() for _, case in parts] if assumed.allowed else []
+    floats = str(eqn.outvars[0].aval.dtype) in _WITH_INFINITY
+    bounds = [case.bound() for _, case in parts] if assumed.allowed and floats else []
     if any(bound is not None for bound in bounds):
         below = np.full((1,) * len(shape), -np.inf)
         for (maybe, _), bound in zip(parts, bounds):
@@ -499,7 +539,9 @@ def _iota(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Rea
     size = [1] * len(shape)
     size[axis] = shape[axis]
     value = np.arange(shape[axis]).reshape(size)
-    few = shape[axis] <= 256 or dtype.itemsize >= 4  # larger numbers are rounded in 16 bits
+    few = True
+    if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+        few = shape[axis] <= _known.largest_exact(eqn)  # larger numbers are rounded
     return [_counted(shape, value, dtype) if few else nothing(shape)]
 
 
@@ -518,8 +560,8 @@ def _dynamic_slice(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) ->
     by = everything(starts)
     moving = [i for i, (n, m) in enumerate(zip(array.shape, shape)) if n != m]
     for axis in tuple(moving):
-        if starts[axis].all_known():
-            start = int(np.asarray(starts[axis].value).reshape(-1)[0])
+        if starts[axis].all_known() and _start(starts[axis]) < 2**31:
+            start = _start(starts[axis])
             start = min(max(start, 0), array.shape[axis] - shape[axis])
             cut = lambda x, fill, a=axis, s=start: _sliced(x, a, s, s + shape[a], 1)
             size = list(array.shape)
@@ -535,21 +577,20 @@ def _dynamic_slice(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) ->
     return [also(Reach(shape, array.low, array.high, array.value, array.known, array.below), by)]
 
 
+def _start(reach: Reach) -> int:
+    return int(np.asarray(reach.value).reshape(-1)[0])
+
+
 def _dynamic_update(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
     array, update, *starts = operands
     shape = array.shape
     moving = [i for i, (n, m) in enumerate(zip(shape, update.shape)) if n != m]
-    known = all(starts[i].all_known() for i in moving)
+    known = all(starts[i].all_known() and _start(starts[i]) < 2**31 for i in moving)
     by = everything([starts[i] for i in moving])
     if not moving:
         return [Reach(shape, update.low, update.high, update.value, update.known, update.below)]
     if known:
-        begin = {
-            i: min(
-                max(int(np.asarray(starts[i].value).reshape(-1)[0]), 0), shape[i] - update.shape[i]
-            )
-            for i in moving
-        }
+        begin = {i: min(max(_start(starts[i]), 0), shape[i] - update.shape[i]) for i in moving}
 
         def place(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
             size = [
@@ -654,6 +695,8 @@ def _column(indices: Reach, column: int, batch_axes: Sequence[int], rank: int) -
     pick = lambda x: x[..., min(column, x.shape[-1] - 1)]
     if not pick(np.broadcast_to(indices.known, indices.shape)).all():
         return None
+    if (pick(indices.value) >= 2**31).any():
+        return None
     value = pick(indices.value).astype(np.int64)
     size = [1] * rank
     for axis, n in zip(batch_axes, value.shape):
@@ -732,7 +775,8 @@ def _scattered(eqn: Any, operands: Sequence[Reach]) -> Reach | None:
     np.minimum.at(low, where, np.broadcast_to(given.low, updates.shape))
     np.maximum.at(high, where, np.broadcast_to(given.high, updates.shape))
     kept_low, kept_high = array.low, array.high
-    if eqn.primitive.name == "scatter" and landing == list(array.shape):
+    replaces = eqn.primitive.name == "scatter" and options(eqn).update_jaxpr is None
+    if replaces and landing == list(array.shape):
         gone = np.zeros(array.shape, bool)  # these elements are overwritten
         gone[where] = True
         kept_low, kept_high = np.where(gone, FAR, kept_low), np.where(gone, -1, kept_high)
@@ -784,11 +828,9 @@ def _dot(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reac
     assert found is not None
     (cl, cr), (bl, br) = found.dimensions
     shape = tuple(eqn.outvars[0].aval.shape)
-    exact = np.dtype(eqn.invars[0].aval.dtype).kind in "biu"
-    if zeros[0] is not None and not (exact or assumed.finite(eqn, 1)):
-        zeros[0] = None
-    if zeros[1] is not None and not (exact or assumed.finite(eqn, 0)):
-        zeros[1] = None
+    for i in (0, 1):
+        if zeros[i] is not None and not _harmless(eqn, 1 - i, found.dtype, assumed):
+            zeros[i] = None
     if all(each is None for each in zeros):
         return None
 
@@ -816,6 +858,16 @@ def _dot(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reac
     low = np.where(gone, FAR, low).min(axes) if axes else np.where(gone, FAR, low)
     high = np.where(gone, -1, high).max(axes) if axes else np.where(gone, -1, high)
     return [made(shape, low.astype(np.int32), high.astype(np.int32))]
+
+
+def _harmless(eqn: Any, operand: int, dtype: Any, assumed: Assumptions) -> bool:
+    """Whether 0 times an operand is 0: for integers, and for numbers that stay finite when they are
+    rounded to the dtype of the product, or to bfloat16, as on TPUs."""
+    if np.dtype(eqn.invars[operand].aval.dtype).kind in "biu":
+        return True
+    most = [each for each in (dtype, jnp.bfloat16) if jnp.issubdtype(each, jnp.floating)]
+    bound = 0.99 * min(float(jnp.finfo(each).max) for each in most)
+    return assumed.within(eqn, operand, bound)
 
 
 def _zeros(reach: Reach) -> np.ndarray | None:
@@ -927,6 +979,32 @@ def _last_axes(count: int) -> Rule:
     return rule
 
 
+def _top_k(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
+    axis = sorted_axis(eqn)
+    wide = over(operands[0], (axis,))
+    if assumed.made:
+        assumed.nonzero(eqn, 0)
+    return [Reach(tuple(v.aval.shape), wide.low, wide.high) for v in eqn.outvars]
+
+
+def _separate_keys(eqn: Any) -> bool:
+    """Whether the keys of an equation are used one by one. Other generators than JAX's default make
+    the numbers of a batch from its first key."""
+    dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+    keys = [each for each in dtypes if jax.dtypes.issubdtype(each, jax.dtypes.prng_key)]
+    return all(str(each) == "key<fry>" for each in keys)
+
+
+def _of_separate_keys(rule: Rule) -> Rule:
+    def checked(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach] | None:
+        if _separate_keys(eqn):
+            return rule(eqn, operands, assumed)
+        interval = everything(operands)
+        return [uniform(tuple(v.aval.shape), *interval) for v in eqn.outvars]
+
+    return checked
+
+
 def _random_bits(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
     """The numbers of each key depend on it alone."""
     keys = operands[0]
@@ -1005,17 +1083,17 @@ _RULES: dict[str, Rule] = {
     **{f"cum{name}": _cumulative for name in ("sum", "prod", "max", "min", "logsumexp")},
     "reduce_max": _reduce_max,
     **{f"reduce_window{name}": _pooling for name in ("_sum", "_max", "_min")},
-    "random_bits": _random_bits,
-    "random_wrap": _last_words,
-    "random_unwrap": _last_words,
-    "random_seed": _every,
-    "random_fold_in": _every,
-    "random_split": _last_words,
-    "random_gamma": _every,
+    "random_bits": _of_separate_keys(_random_bits),
+    "random_wrap": _of_separate_keys(_last_words),
+    "random_unwrap": _of_separate_keys(_last_words),
+    "random_seed": _of_separate_keys(_every),
+    "random_fold_in": _of_separate_keys(_every),
+    "random_split": _of_separate_keys(_last_words),
+    "random_gamma": _of_separate_keys(_every),
     "threefry2x32": _every,
     "select_and_scatter_add": _selected_and_added,
     "lu_pivots_to_permutation": _last_axes(1),
-    "top_k": _last_axes(1),
+    "top_k": _top_k,
     "cholesky": _last_axes(2),
     "lu": _last_axes(2),
     "qr": _last_axes(2),

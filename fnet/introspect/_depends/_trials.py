@@ -61,7 +61,7 @@ def find(
     rng = np.random.default_rng(0)
     trials = 0
     for inputs in _drawn(arrays, sources, rng):
-        before = [np.asarray(y) for y in run(*inputs)]
+        before = _numbers(run(*inputs))
         size = next(np.shape(inputs[k])[axis] for k, axis in sources.items())
         positions = list(dict.fromkeys([*([first[1]] if first else []), size - 1, 0, size // 2]))
         for j in positions:
@@ -70,7 +70,7 @@ def find(
                 if changed is None:
                     continue
                 trials += 1
-                after = [np.asarray(y) for y in run(*changed)]
+                after = _numbers(run(*changed))
                 for k, axis in targets.items():
                     differs = functools.partial(_differs, before[k], after[k])
                     wrong = leak((k, axis, j), differs)
@@ -78,6 +78,13 @@ def find(
                         pairs = (inputs, changed), (before, after)
                         return Counterexample(j, wrong, value, *pairs), trials
     return None, trials
+
+
+def _numbers(outputs: Sequence) -> list[np.ndarray]:
+    """The results as arrays; keys as their words."""
+    keys = jax.dtypes.prng_key
+    plain = [jax.random.key_data(y) if jax.dtypes.issubdtype(y.dtype, keys) else y for y in outputs]
+    return [np.asarray(y) for y in plain]
 
 
 def _drawn(arrays: Sequence, sources: dict[int, int], rng: np.random.Generator) -> Iterator[list]:
@@ -90,7 +97,7 @@ def _filled(x: Any, rng: np.random.Generator) -> Any:
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.key(0)
+        return jax.random.split(jax.random.key(0), x.shape) if x.shape else jax.random.key(0)
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.asarray(rng.normal(size=x.shape), x.dtype)
     return jnp.asarray(rng.integers(0, 2, x.shape), x.dtype)

@@ -23,7 +23,7 @@ from fnet.introspect._depends._reach import (
     widened,
 )
 from fnet.introspect._depends._rules import results
-from fnet.jaxpr import Scope, bodies, description, scan, scopes_in, solve_inputs, title
+from fnet.jaxpr import Scope, bodies, description, equations, scan, scopes_in, solve_inputs, title
 
 _TURNS = 1024  # iterations of a loop that are followed one by one
 _COUNTED = 64  # iterations that are followed one by one because the carry may count them
@@ -234,6 +234,18 @@ class Walk:
 
 
 _LOOPS = ("scan", "while")
+
+
+def has_refs(jaxpr: Any) -> bool:
+    """Whether a program reads or writes a `jax.Ref`, whose content is no value of the program."""
+    inputs = any(map(_is_ref, (*jaxpr.invars, *jaxpr.constvars)))
+    return inputs or any(
+        _is_ref(v) for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars)
+    )
+
+
+def _is_ref(v: Any) -> bool:
+    return "Ref" in type(v.aval).__name__
 
 
 def _shape(v: Any) -> tuple[int, ...]:
