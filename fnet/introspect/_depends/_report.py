@@ -366,7 +366,8 @@ class _Checker(Interpreter):
             given = [inputs[i] for i in solve_inputs(eqn)]
             outputs = self.evaluate(body.jaxpr, body.consts, given, at)
         elif id(eqn) in self.opened_equations:
-            outputs = self.evaluate(self.opened_equations[id(eqn)][1], (), inputs, at)
+            _, opened, consts = self.opened_equations[id(eqn)]
+            outputs = self.evaluate(opened, consts, inputs, at)
         else:
             outputs = self.default(eqn, at, inputs, (None,) * len(eqn.outvars))
         for i, each in found:

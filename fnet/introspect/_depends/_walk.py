@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from fnet import _jax
@@ -54,7 +55,7 @@ class Walk:
     def __init__(self, assumed: Assumptions, record: bool = False):
         self.assumed = assumed
         self.opaque: dict[str, str] = {}
-        self.opened: dict[int, tuple[Any, Any]] = {}
+        self.opened: dict[int, tuple[Any, Any, tuple]] = {}
         self.record = record
 
     def __call__(
@@ -107,11 +108,13 @@ class Walk:
             given = [operands[i] for i in solve_inputs(eqn)]
             done, steps = self(inside[0].jaxpr, inside[0].consts, given, at)
             return done, (steps, inside[0].jaxpr, tuple(given))
-        if plain is not None:
-            if id(eqn) not in self.opened:
-                self.opened[id(eqn)] = eqn, plain(eqn)
-            opened = self.opened[id(eqn)][1]
-            done, steps = self(opened, (), operands, at)
+        if plain is not None and id(eqn) not in self.opened:
+            self.opened[id(eqn)] = eqn, plain(eqn), ()
+        elif (form := _expanded(eqn)) is not None and id(eqn) not in self.opened:
+            self.opened[id(eqn)] = eqn, form.jaxpr, tuple(form.consts)
+        if id(eqn) in self.opened:
+            _, opened, consts = self.opened[id(eqn)]
+            done, steps = self(opened, consts, operands, at)
             return done, (steps, opened, tuple(operands))
         self.assumed.path = at.path
         done = results(eqn, operands, self.assumed) if not inside else None
@@ -234,6 +237,20 @@ class Walk:
 
 
 _LOOPS = ("scan", "while")
+
+
+def _expanded(eqn: Any) -> Any:
+    """What a HiPrim of JAX computes, as a closed jaxpr, or None for other equations."""
+    prim = _jax.hi_primitive(eqn)
+    if prim is None:
+        return None
+    try:
+        form = _jax.make_jaxpr(lambda *arrays: jax.tree.leaves(prim.expand(*arrays)))(
+            *(v.aval for v in eqn.invars)
+        )
+    except Exception:  # whatever a definition of somebody else raises: it stays unknown
+        return None
+    return form if len(form.jaxpr.outvars) == len(eqn.outvars) else None
 
 
 def has_refs(jaxpr: Any) -> bool:
