@@ -110,11 +110,8 @@ class FakeQuantized(ImplicitArray):
 
 
 def _scaled_gradient(step, count, largest):
-    """Returns the step size unchanged, but changes its gradient, as in learned step size
-    quantization. The gradient of the step size is divided by sqrt(count * largest). As a result,
-    the relative changes of the step size and of the parameter values are similar during training.
-    `count` is the number of values that share the step size, and `largest` is the largest code
-    (rounded value / step size)."""
+    """The step size, with its gradient divided by sqrt(count * largest) as in learned step size
+    quantization, so that it changes about as fast as the `count` values that share it."""
     factor = 1 / math.sqrt(max(count, 1) * largest)  # an empty slice has no values
     return factor * step + lax.stop_gradient(step - factor * step)
 

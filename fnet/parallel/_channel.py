@@ -183,14 +183,8 @@ class Channel:
         return verdict
 
     def _behind(self, missing, late):
-        """Returns an error if a process is late or has left the loop over batches, or None to
-        continue waiting.
-
-        The list `missing` contains the processes for which this process waits. If processes in
-        `missing` have left the loop over batches, the error names only these processes. If no
-        process in `missing` has left the loop over batches, and the time limit has passed (`late`
-        is True), the error names all processes in `missing`.
-        """
+        """Returns an error that names those of the missing processes that have left the loop over
+        batches, or else, past the time limit, all of them. None: wait on."""
         left = self._list("left")
         if early := [p for p in missing if p in left]:
             return self.gone(early, left[early[0]])

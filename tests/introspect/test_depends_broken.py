@@ -126,6 +126,11 @@ CONDITIONS = {  # (function, changed arguments)
     "the sign in an angle": (lambda x: jnp.arctan2(x[::-1] * 0.0, -jnp.ones((4, 3))), -X),
     "a power of a zero": (lambda x: (x[::-1] * 0.0) ** -1, -X),
     "bits of a zero": (lambda x: jnp.signbit(x[::-1] * 0.0).astype(jnp.float32), -X),
+    "the sign of a sum of zeros": (lambda x: lax.rsqrt((x[::-1] * 0.0).sum(1)), -X),
+    "the sign in a loop": (
+        lambda x: lax.scan(lambda c, r: (c, 1 / r), 0.0, (x[::-1] * 0.0).sum(1))[1],
+        -X,
+    ),
     "the largest zero": (lambda x: lax.top_k(x[::-1] * 0.0, 1)[1], -X),
 }
 

@@ -203,6 +203,6 @@ def first_break(claim: Claim, steps: Sequence[Step], var: Any) -> Step | None:
             continue
         if found.inner is None:
             return found
-        inside, body, _ = found.inner
+        inside, body = found.inner
         return first_break(claim, inside, body.outvars[i]) or found
     return found

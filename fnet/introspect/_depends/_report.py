@@ -45,8 +45,6 @@ from fnet.jaxpr import (
     title,
 )
 
-Axes = Any  # an axis for each array, in a tree as for jax.vmap
-
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:

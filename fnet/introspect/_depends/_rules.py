@@ -41,6 +41,7 @@ Rule = Callable[[Any, Sequence[Reach], Assumptions], list[Reach] | None]
 def results(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach] | None:
     """Returns a `Reach` for each result of an equation, or None if its primitive has no rule."""
     name = eqn.primitive.name
+    _mind_zeros(eqn, assumed)
     if operands and all(map(_blank, operands)):
         return [nothing(v.aval.shape) for v in eqn.outvars]
     if not builtin(eqn.primitive):
@@ -59,8 +60,6 @@ def results(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
         rule = _pointwise
     elif rule is None and traits(name).kind == "alias" and _unchanged(eqn):
         return [operands[0]]
-    if name in ("sort", "bitcast_convert_type"):
-        _mind_zeros(eqn, assumed)
     if rule is not None and (done := rule(eqn, operands, assumed)) is not None:
         return done
     return by_letters(eqn, operands)
@@ -129,17 +128,8 @@ def _arranged(
     array = array.transpose([*kept, *gone]).reshape([array.shape[i] for i in kept])
     position = {flat[i]: n for n, i in enumerate(kept)}
     array = array.transpose([position[letter] for letter in wanted if letter in position])
-    return array.reshape(
-        [
-            array.shape[0:][_rank(wanted, position, k)] if letter in position else 1
-            for k, letter in enumerate(wanted)
-        ]
-    )
-
-
-def _rank(wanted: Sequence[Any], position: dict, k: int) -> int:
-    """The number of letters before the k-th that the operand has."""
-    return sum(letter in position for letter in wanted[:k])
+    sizes = iter(array.shape)
+    return array.reshape([next(sizes) if letter in position else 1 for letter in wanted])
 
 
 # Elementwise operations.
@@ -162,7 +152,6 @@ def _pointwise(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> lis
         if np.dtype(merged_dtype := eqn.outvars[0].aval.dtype).kind in "biu":
             one = (1,) * len(shape)
             value, known = np.zeros(one, merged_dtype), np.ones(one, bool)
-    _mind_zeros(eqn, assumed)
     special = _SPECIAL.get(name) if assumed.allowed else None
     if special is not None:
         more = special(eqn, ranked, assumed)
@@ -207,6 +196,7 @@ _SHOWS_SIGN = {
     "nextafter": (0, 1),
     "bitcast_convert_type": (0,),
     "sort": tuple(range(8)),
+    "top_k": (0,),
 }
 
 
@@ -900,9 +890,7 @@ def _convolution(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> l
     for i, axis in zip(spec.out_spec, spec.lhs_spec):
         order[i] = axis
     low, high = low.transpose(order), high.transpose(order)
-    if w.low.size == 1:
-        low = np.minimum(low, int(w.low.reshape(-1)[0]))
-        high = np.maximum(high, int(w.high.reshape(-1)[0]))
+    low, high = np.minimum(low, w.low.item()), np.maximum(high, w.high.item())
     return [made(shape, low.astype(np.int32), high.astype(np.int32))]
 
 
@@ -982,8 +970,6 @@ def _last_axes(count: int) -> Rule:
 def _top_k(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
     axis = sorted_axis(eqn)
     wide = over(operands[0], (axis,))
-    if assumed.made:
-        assumed.nonzero(eqn, 0)
     return [Reach(tuple(v.aval.shape), wide.low, wide.high) for v in eqn.outvars]
 
 
@@ -1039,12 +1025,7 @@ def _selected_and_added(eqn: Any, operands: Sequence[Reach], assumed: Assumption
     shape = operand.shape
     pooled = [i for i, (n, m) in enumerate(zip(shape, source.shape)) if n != m]
     pooled += [i for i, n in enumerate(options(eqn).window_dimensions) if n > 1]
-    parts = [over(source, sorted(set(pooled))), over(operand, sorted(set(pooled)))]
-    for i in pooled:
-        parts = [
-            each.mapped(shape, lambda array, fill: array) if each.low.shape[i] == 1 else each
-            for each in parts
-        ]
+    parts = [over(each, sorted(set(pooled))) for each in (source, operand)]
     return [union(shape, [*parts, *(_to_rank(each, shape) for each in rest)])]
 
 

@@ -32,14 +32,13 @@ _JOINS = 4  # rounds after which a loop's carry is widened
 
 
 class Step(NamedTuple):
-    """An equation and what is known of its operands and results. `inner` has the steps of its
+    """An equation and what is known of its operands. `inner` has the steps and the jaxpr of its
     body, if it has one."""
 
     eqn: Any
     path: str
     operands: tuple[Reach, ...]
-    results: tuple[Reach, ...]
-    inner: tuple[list[Step], Any, tuple] | None
+    inner: tuple[list[Step], Any] | None
 
 
 class Walk:
@@ -80,7 +79,7 @@ class Walk:
             done = [self._limited(each) for each in done]
             known.update(zip(eqn.outvars, done, strict=True))
             if self.record:
-                steps.append(Step(eqn, inside.path, tuple(operands), tuple(done), inner))
+                steps.append(Step(eqn, inside.path, tuple(operands), inner))
         return [read(v) for v in jaxpr.outvars], steps
 
     def _limited(self, reach: Reach) -> Reach:
@@ -89,7 +88,8 @@ class Walk:
 
     def equation(self, eqn: Any, operands: list[Reach], at: Scope) -> tuple[list[Reach], Any]:
         name = eqn.primitive.name
-        if everything(operands)[0] > everything(operands)[1] and name in _LOOPS:
+        low, high = everything(operands)
+        if low > high and name in _LOOPS and not self.assumed.made:
             return [nothing(v.aval.shape) for v in eqn.outvars], None  # nothing to follow
         if name == "scan":
             return self._scan(eqn, operands, at)
@@ -103,11 +103,11 @@ class Walk:
         inside = bodies(eqn)
         if len(inside) == 1 and inside[0].kind == "call":
             done, steps = self(inside[0].jaxpr, inside[0].consts, operands, at)
-            return done, (steps, inside[0].jaxpr, tuple(operands))
+            return done, (steps, inside[0].jaxpr)
         if len(inside) == 1 and inside[0].kind == "solve":
             given = [operands[i] for i in solve_inputs(eqn)]
             done, steps = self(inside[0].jaxpr, inside[0].consts, given, at)
-            return done, (steps, inside[0].jaxpr, tuple(given))
+            return done, (steps, inside[0].jaxpr)
         if plain is not None and id(eqn) not in self.opened:
             self.opened[id(eqn)] = eqn, plain(eqn), ()
         elif (form := _expanded(eqn)) is not None and id(eqn) not in self.opened:
@@ -115,11 +115,10 @@ class Walk:
         if id(eqn) in self.opened:
             _, opened, consts = self.opened[id(eqn)]
             done, steps = self(opened, consts, operands, at)
-            return done, (steps, opened, tuple(operands))
+            return done, (steps, opened)
         self.assumed.path = at.path
         done = results(eqn, operands, self.assumed) if not inside else None
         if done is None:
-            low, high = everything(operands)
             if low <= high:
                 self.opaque.setdefault(title(eqn), at.path)
             done = [uniform(_shape(v), low, high) for v in eqn.outvars]
@@ -131,7 +130,7 @@ class Walk:
         if which.all_known():
             i = min(max(int(np.asarray(which.value).reshape(-1)[0]), 0), len(branches) - 1)
             done, steps = self(branches[i].jaxpr, branches[i].consts, inputs, at)
-            return done, (steps, branches[i].jaxpr, tuple(inputs))
+            return done, (steps, branches[i].jaxpr)
         merged: list[Reach] | None = None
         for branch in branches:
             done, _ = self(branch.jaxpr, branch.consts, inputs, at)
@@ -158,8 +157,7 @@ class Walk:
             each.mapped((count, *each.shape), lambda x, fill: x[None]).forgotten()
             for each in outputs[body.carry :]
         ]
-        inputs = (*consts, *carried, *held)
-        return [*carried, *stacked], (steps, body.jaxpr, inputs)
+        return [*carried, *stacked], (steps, body.jaxpr)
 
     def _settled(
         self, call: Callable, carry: list[Reach], count: int
@@ -206,7 +204,7 @@ class Walk:
         for k, v in enumerate(eqn.outvars[body.carry :]):
             column = [row[k] for row in rows]
             stacked.append(_stacked(column, tuple(v.aval.shape)))
-        return [*carry, *stacked], (steps, body.jaxpr, inputs)
+        return [*carry, *stacked], (steps, body.jaxpr)
 
     def _while(self, eqn: Any, operands: list[Reach], at: Scope) -> list[Reach]:
         test, step = bodies(eqn)

@@ -215,12 +215,8 @@ def _integer(cell: str) -> int | None:
 
 
 def _needs_float64(wide: np.ndarray, narrow: np.ndarray, whole: np.ndarray) -> bool:
-    """Whether float32 would change what a column says.
-
-    Args:
-      wide, narrow: the values in float64 and in float32.
-      whole: whether a cell is written as an integer, which may be an identifier or a count.
-    """
+    """Whether float32 would change what a column says. Cells that are written as integers
+    (`whole`) may be identifiers or counts."""
     if (whole & (narrow != wide)).any() or ((narrow == 0) & (wide != 0)).any():
         return True
     large = wide[np.isfinite(wide) & (np.abs(wide) >= 2**24) & ~whole]
