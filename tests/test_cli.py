@@ -49,11 +49,12 @@ def test_devices_with_other_dtypes_for_convolutions(capsys, monkeypatch):
         reason="so",
     )
     monkeypatch.setattr(hw, "policy", lambda device, mode: policy)
+    shown = words(run(capsys, "devices")[1])
     assert (
         "policy, train parameters float32, compute bfloat16 (convolutions float32), residual "
-        "stream bfloat16, sums "
-        "float32, loss scaling from 32768 because so"
-    ) in words(run(capsys, "devices")[1])
+        "stream bfloat16, sums float32, output float32, dynamic loss scaling from 32768 because so"
+    ) in shown
+    assert str(policy).replace(": so", " because so") in shown
 
 
 def test_devices_measured(capsys, monkeypatch):

@@ -78,15 +78,8 @@ def run(args: argparse.Namespace) -> int:
             rows.append(("note", chip.notes))
         for mode in ("train", "inference"):
             policy = hw.policy(devices[0], mode)  # a CPU is probed once, as the reason states
-            scaling = f", loss scaling from {policy.loss_scale:g}" if policy.loss_scale else ""
-            # Also of convolutions and of the residual stream.
-            operands = str(policy).partition(", sums ")[0]
-            rows.append(
-                (
-                    f"policy, {mode}",
-                    f"{operands}, sums {policy.accum}{scaling}\nbecause {policy.reason}",
-                )
-            )
+            dtypes = str(policy).removesuffix(f": {policy.reason}")
+            rows.append((f"policy, {mode}", f"{dtypes}\nbecause {policy.reason}"))
         facts(out, rows)
     out.print(
         f"jax {jax.__version__}, {jax.process_count()} process(es), default backend "

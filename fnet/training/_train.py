@@ -13,6 +13,8 @@ import optax
 
 from fnet import transforms as ft
 from fnet.layers import Layer
+from fnet.layers._scope import quote
+from fnet.layers._spec import leaves
 from fnet.training._state import TrainState
 from fnet.training.data._arrays import as_arrays
 from fnet.training.loop._fit import fit
@@ -33,6 +35,8 @@ def train(
     metrics: Mapping[str, Callable[[Any, Any], jax.Array]] | None = None,
     inputs: str = "x",
     targets: str = "y",
+    params: Any = None,
+    state: Any = None,
     seed: int = 0,
     ema: float | None = None,
     every: int | None = None,
@@ -52,8 +56,8 @@ def train(
     `fit`.
 
     Args:
-      model: a layer. `train` initializes it with `model.init` and the `seed`, and calls it as
-        `model(params, x, state=, key=, train=)`, in evaluations without `key` and `train`.
+      model: a layer, called as `model(params, x, state=, key=, train=)`, in evaluations without
+        `key` and `train`.
       data: a function from the number of a step to a batch, such as a `Batches` or the result of
         `from_iterator`. A batch is a tuple (x, y) or (x, y, weight), or a dict in which `inputs`
         and `targets` are the keys of x and y, and "weight" that of the weights, if any. Weights are
@@ -72,6 +76,10 @@ def train(
         `loss` does: {"accuracy": lambda logits, y: logits.argmax(-1) == y}. Default None: only the
         loss.
       inputs, targets: the keys of batches that are dicts. Default "x" and "y".
+      params, state: the arrays to start from, such as those of `pretrained.load`. `train` copies
+        them. A run that continues in its workdir starts from its checkpoint instead. Default None:
+        `model.init` with the `seed`. Parameters of a model that has state, such as the statistics
+        of `BatchNorm`, need their `state`.
       seed: the seed of the initial parameters and of dropout. Default 0.
       ema: the decay of a moving average of the parameters, with which the evaluation then works.
         Default None: no average.
@@ -88,7 +96,8 @@ def train(
         or targets, or it contains an array that `train` does not use.
       ValueError: `epochs` and `steps` are both given or both missing; `epochs` is given for data
         whose epoch has no known length; the loss or a metric returns less than one value for each
-        example; or weights have another shape, are negative or not finite.
+        example; weights have another shape, are negative or not finite; or `params` and `state` do
+        not match the model.
       Other errors: those of `fit`.
 
     Example:
@@ -145,8 +154,8 @@ def train(
     x, *_ = _parts(data(0), inputs, targets)
     if getattr(optimizer, "with_axes", None) is not None:
         optimizer = optimizer.with_axes(model.spec(x))
-    params, variables = model.init(key, x)
-    state = TrainState.create(params, optimizer, state=variables, ema=ema)
+    params, variables = _initial(model, key, x, params, state)
+    start = TrainState.create(params, optimizer, state=variables, ema=ema)
     if steps is None and (steps := _steps(data, epochs)) is None:
         raise ValueError(
             "train: the number of batches of an epoch is not known: give steps instead of epochs"
@@ -158,7 +167,25 @@ def train(
         validation = tuple(validation) if weight is None else (*validation, weight)
         held_out = evaluator(measure, validation, getattr(data, "batch_size", 256))
         options["evaluate"] = {"validation": held_out, **options.get("evaluate", {})}
-    return fit(step, state, data, steps=steps, every=every, **options)
+    return fit(step, start, data, steps=steps, every=every, **options)
+
+
+def _initial(model, key, x, params, state) -> tuple[Any, Any]:
+    """Returns the parameters and the state with which a run begins."""
+    if params is None:
+        params, fresh = model.init(key, x)
+        state = fresh if state is None else state
+    elif state is None:
+        state = {}
+        if names := [quote(path) for path, _ in leaves(model.spec(x)[1])]:
+            raise ValueError(
+                f"train: got params without state, but the model has the state "
+                f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''}: pass the state "
+                "that belongs to the params, such as the last result of pretrained.load, or a new "
+                "one, model.init(key, x)[1]"
+            )
+    model.check(params, x, state=state)
+    return params, state
 
 
 class _Checked:

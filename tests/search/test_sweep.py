@@ -1,5 +1,6 @@
 """Sweeps: workers that are killed, trials that are killed, the page and the command line."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ import pytest
 from fnet import search
 from fnet.cli import _sweep as command_line
 from fnet.cli import main
-from fnet.search.sweep import _page, _sweep
+from fnet.search.sweep import _importance, _page, _sweep
+from fnet.search.sweep._importance import Importance, importance
 
 # An experiment without fnet, which is quick: it logs each step, resumes after the last one, and
 # says when it begins.
@@ -306,37 +309,103 @@ def test_samplers(files, sampler):
     assert len({trial.params["x"] for trial in _trials(files)}) == 10
 
 
+SPACE = search.Space(
+    a=search.LogUniform(1e-4, 1), b=search.Integer(4, 64), c=search.Choice(("relu", "tanh"))
+)
+
+
 def test_importance():
-    space = search.Space(
-        a=search.Uniform(0, 1), b=search.Uniform(0, 1), c=search.Choice(("x", "y"))
-    )
-    points = space.sobol(64, seed=0)
-    shares = _page.importance(points, [p["a"] ** 2 for p in points], space)
-    assert shares["a"][0] > 0.8 and shares["b"][0] < 0.1 and shares["c"][0] < 0.1
-    assert shares["a"][1] < 0.01 and shares["b"][1] > 0.05 and shares["c"][1] > 0.05
-    only = _page.importance(points, [float(p["c"] == "x") for p in points], space)
-    assert only["c"] == pytest.approx((1, 0.003))
-    assert _page.importance(points[:1], [1.0], space) == dict.fromkeys("abc", (0.0, 1.0))
-    assert _page.importance(points, [2.0] * 64, space) == dict.fromkeys("abc", (0.0, 1.0))
+    points = SPACE.sobol(64, seed=0)
+    values = [SPACE["a"].where(p["a"]) ** 2 for p in points]
+    told = importance(points, values, SPACE)
+    assert told.trials == 64 and told.explained > 0.95 and told.p == 0.005
+    assert told.shares["a"] == (pytest.approx(told.explained), 0.015)
+    assert max(told.shares["b"][0], told.shares["c"][0]) < 0.02
+    assert told.shares["b"][1] > 0.05 < told.shares["c"][1]
+    only = importance(points, [float(p["c"] == "tanh") for p in points], SPACE)
+    assert only.shares["c"][0] > 0.95 and only.shares["a"][0] < 0.02
+    both = importance(points, [v * (p["c"] == "tanh") for v, p in zip(values, points)], SPACE)
+    assert min(both.shares["a"][0], both.shares["c"][0]) > 0.3 and both.shares["b"][0] < 0.05
+    none = dict.fromkeys("abc", (0.0, 1.0))
+    assert importance(points[:2], [1.0, 2.0], SPACE) == Importance(2, 0.0, 1.0, none)
+    assert importance(points, [2.0] * 64, SPACE) == Importance(64, 0.0, 1.0, none)
 
 
-def test_the_importance_of_noise_is_not_significant():
-    """Six trials of three hyperparameters: noise explains large shares, but it is called
-    significant in 5 % of sweeps, and nothing but the first hyperparameter explains the second
-    metric."""
-    space = search.Space(
-        a=search.LogUniform(1e-4, 1), b=search.Integer(4, 64), c=search.Choice(("relu", "tanh"))
-    )
-    rng, large, called = np.random.default_rng(0), 0, 0
+def test_held_out_errors_are_those_of_a_model_without_the_trial():
+    rng = np.random.default_rng(0)
+    places, values = rng.random(9), rng.normal(size=9)
+    kernel = np.exp(-((places[:, None] - places) ** 2))
+    errors = _importance._errors(kernel, 0.3, values[None])[0]
+    for i in range(9):
+        rest = np.delete(np.arange(9), i)
+        prior = kernel + _importance._CONSTANT
+        weights = np.linalg.solve(prior[np.ix_(rest, rest)] + 0.3 * np.eye(8), values[rest])
+        assert errors[i] == pytest.approx(values[i] - prior[i, rest] @ weights, abs=1e-6)
+
+
+@pytest.mark.parametrize("trials", [6, 24])
+def test_noise_has_no_importance(trials):
+    """Of sweeps of noise, one in twenty or so finds an importance, and the explained variance is as
+    often below zero as above."""
+    rng, told = np.random.default_rng(0), []
     for seed in range(60):
-        shares = _page.importance(space.random(6, seed=seed), rng.random(6), space)
-        large += max(share for share, _ in shares.values()) > 0.5
-        called += min(p for _, p in shares.values()) <= 0.05
-    assert large > 10 and called <= 6
-    points = space.sobol(24, seed=1)
-    shares = _page.importance(
-        points, [space["a"].where(p["a"]) + 0.1 * rng.random() for p in points], space
+        points = SPACE.random(trials, seed=seed)
+        told.append(importance(points, rng.random(trials), SPACE))
+    assert sum("<rect" in _page._importance(each) for each in told) <= 6
+    assert np.median([each.explained for each in told]) < 0.1
+
+
+def test_a_second_hyperparameter_is_told_beside_a_strong_one():
+    points, rng = SPACE.sobol(64, seed=1), np.random.default_rng(0)
+    values = [
+        np.sin(6 * SPACE["a"].where(p["a"])) + 0.5 * (p["c"] == "relu") + 0.3 * rng.normal()
+        for p in points
+    ]
+    shares = importance(points, values, SPACE).shares
+    assert [name for name, (_, p) in shares.items() if p <= 0.05] == ["a", "c"]
+    assert shares["a"][0] > 0.6 and 0.05 < shares["c"][0] < 0.25
+
+
+def test_the_page_says_what_can_be_told():
+    told = Importance(24, 0.8, 0.005, {"noise": (0.07, 0.4), "signal": (0.3, 0.01)})
+    page = _page._importance(told)
+    assert "explains 80% of the metric's variance for trials that it has not seen" in page
+    assert page.index("signal") < page.index("noise") and "7% not significant, p = 0.4" in page
+    assert "fewer than 20" not in page
+    few = _page._importance(dataclasses.replace(told, trials=19))
+    assert "With 19 trials, fewer than 20, the percentages are rough" in few
+    for unclear, said in (
+        ({"explained": -0.12}, "(it explains -12% of their variance)"),
+        ({"p": 0.3}, "(it explains 80% of their variance, which chance alone reaches with a "),
+    ):
+        page = _page._importance(dataclasses.replace(told, **unclear))
+        assert "No importance can be told from 24 trials" in page and said in page
+        assert "<svg" not in page
+
+
+def test_no_label_of_the_page_is_cut():
+    name = "a_hyperparameter_with_a_long_name"
+    space = search.Space({name: search.Choice(("a value which is long, too", 1)), "b": SPACE["b"]})
+    trial = lambda i, params: types.SimpleNamespace(
+        index=i, params=params, result={"value": float(i), "mode": "max"}
     )
-    assert [name for name, (_, p) in shares.items() if p <= 0.05] == ["a"]
-    bars = _page._bars({"noise": (0.87, 0.4), "signal": (0.3, 0.001)})
-    assert bars.index("signal") < bars.index("noise") and "87% not significant, p = 0.4" in bars
+    trials = [trial(i, params) for i, params in enumerate(space.sobol(4, seed=0))]
+    page = _page._coordinates(trials, space, "validation/a_metric_with_a_long_name")
+    width = float(re.search(r'viewBox="0 0 (\d+) ', page)[1])
+    before = {}
+    for x, y, size, text in re.findall(
+        r'<text x="([\d.]+)" y="(\d+)" text-anchor="middle" font-size="(\d+)">([^<]*)<', page
+    ):
+        half = 0.6 * int(size) * len(text) / 2
+        assert before.get(y, 0) <= float(x) - half and float(x) + half <= width
+        before[y] = float(x) + half
+
+
+@pytest.mark.exhaustive
+def test_every_worker_prints_all_trials(files, capfd):
+    flags = command(files, "--workers", "2", trials=6, script=["--pause=0.1"])
+    assert main(flags) == 0
+    shown = capfd.readouterr().out
+    assert sorted(re.findall(r"^trial (\d):", shown, re.MULTILINE)) == list("012345")
+    assert 1 <= shown.count(", by another worker\n") <= 5
+    assert "index.html: 6 trials, 6 finished\n" in shown

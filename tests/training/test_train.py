@@ -258,6 +258,42 @@ def test_a_loss_with_one_value_for_each_token_is_weighted_by_example():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
 
 
+@pytest.mark.parametrize("convert", [jnp.asarray, np.asarray])
+def test_a_run_starts_from_loaded_arrays(convert):
+    """No step at rate 0 changes the parameters, the statistics continue from the given ones, and the
+    caller keeps the arrays."""
+    params, state = jax.tree.map(convert, MODEL.init(jax.random.key(7), X))
+    state = jax.tree.map(lambda leaf: leaf + 3, state)
+    data = tr.Batches((X, Y), 50)
+    trained = tr.train(MODEL, data, LOSS, optax.sgd(0.0), steps=1, params=params, state=state)
+    jax.tree.map(np.testing.assert_array_equal, trained.params, params)
+    _, after = MODEL(params, data(0)[0], state=state, key=jax.random.key(0), train=True)
+    jax.tree.map(np.testing.assert_allclose, trained.state["1"], after["1"])
+    fresh = tr.train(MODEL, data, LOSS, optax.sgd(0.0), steps=1, state=state, seed=7)
+    jax.tree.map(np.testing.assert_array_equal, fresh.params, params)
+    assert np.isfinite(params["0"]["kernel"]).all()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        (
+            lambda params, state: {"params": params},
+            "train: got params without state, but the model has the state '1/mean', '1/var': pass",
+        ),
+        (
+            lambda params, state: {"params": params | {"0": {}}, "state": state},
+            "arrays do not match the model: '0/kernel' .4, 8. is missing",
+        ),
+        (lambda params, state: {"state": {}}, "'1/mean' .8,. is missing"),
+    ],
+)
+def test_arrays_of_another_model(arrays, text):
+    arrays = arrays(*MODEL.init(jax.random.key(7), X))
+    with pytest.raises(ValueError, match=text):
+        tr.train(MODEL, tr.Batches((X, Y), 16), LOSS, TX, steps=1, **arrays)
+
+
 def test_a_model_without_init():
     with pytest.raises(
         TypeError,

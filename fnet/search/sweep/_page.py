@@ -3,6 +3,7 @@ scripts."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -12,9 +13,11 @@ import numpy as np
 
 from fnet._util import _page
 from fnet._util._files import write as write_file
+from fnet.search.sweep._importance import Importance, importance
 
-_PERMUTATIONS = 999
 _SIGNIFICANT = 0.05
+_FEW = 20  # trials below which the page warns about its percentages
+_LETTER = 0.6  # mean width of a letter, relative to the font size
 
 
 def best(trials: Sequence[Any]) -> Any:
@@ -31,49 +34,6 @@ def finished(trials: Sequence[Any]) -> list[Any]:
     be compared."""
     ended = [trial for trial in trials if trial.result and trial.result["status"] == "finished"]
     return [trial for trial in ended if trial.result["metric"] == ended[0].result["metric"]]
-
-
-def importance(
-    points: Sequence[Mapping[str, Any]], values: Sequence[float], space: Mapping[str, Any]
-) -> dict[str, tuple[float, float]]:
-    """Returns (importance, p-value) for each hyperparameter.
-
-    The importance of a hyperparameter is the share of the metric's variance that this
-    hyperparameter alone explains. The trials are divided into up to four groups by the value of the
-    hyperparameter. The importance is the adjusted R^2 of a one-way analysis of variance over the
-    groups of trials, or 0 if the adjusted R^2 is negative.
-
-    With few trials, noise alone explains a large share. The p-value is the probability that a
-    metric which does not depend on any hyperparameter would explain such a share of at least one of
-    them. It is estimated from random permutations of the values, and multiplied by the number of
-    hyperparameters (Bonferroni).
-    """
-    values = np.asarray(values, float)
-    shuffled = np.random.default_rng(0).permuted(np.tile(values, (_PERMUTATIONS, 1)), axis=1)
-    found = {}
-    for name, kind in space.items():
-        places = np.array([kind.where(point[name]) for point in points])
-        if len(set(places)) <= 4:
-            groups = np.unique(places, return_inverse=True)[1]
-        else:
-            ranks = np.argsort(np.argsort(places, kind="stable"))
-            groups = ranks * 4 // len(ranks)
-        share, chance = (_explained(each, groups) for each in (values[None], shuffled))
-        p = (1 + (chance >= share - 1e-12).sum()) / (1 + _PERMUTATIONS)
-        found[name] = float(max(share[0], 0.0)), float(min(p * len(space), 1.0))
-    return found
-
-
-def _explained(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Returns the adjusted R^2 of the groups for each row of `values`, an array [rows, trials]."""
-    trials, count = values.shape[1], len(set(groups.tolist()))
-    total = ((values - values.mean(1, keepdims=True)) ** 2).sum(1)
-    if count < 2 or trials <= count or not total[0] > 0:
-        return np.zeros(len(values))
-    one_hot = (groups[:, None] == np.arange(groups.max() + 1)).astype(float)  # [trials, groups]
-    means = values @ one_hot / np.maximum(one_hot.sum(0), 1)
-    within = ((values - means[:, groups]) ** 2).sum(1)
-    return 1 - within / (trials - count) / (total / (trials - 1))
 
 
 def write(sweep: Any) -> Path:
@@ -99,14 +59,8 @@ def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str,
         )
     if len(ended) > 1:
         parts += ["<h2>Parallel coordinates</h2>", _coordinates(ended, space, metric)]
-        shares = importance([t.params for t in ended], [t.result["value"] for t in ended], space)
-        parts += [
-            "<h2>Importance</h2><p>The share of the variance that each hyperparameter explains "
-            "alone. A gray "
-            "share is not significant: noise would explain as much with a probability of p &gt; "
-            "0.05.</p>",
-            _bars(shares),
-        ]
+        told = importance([t.params for t in ended], [t.result["value"] for t in ended], space)
+        parts += ["<h2>Importance</h2>", _importance(told)]
     parts.append(
         "<h2>Trials</h2><div class=scroll><table><tr>"
         + "".join(
@@ -137,12 +91,47 @@ def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str,
     return _page.page("fnet sweep", "\n".join(parts), style=style)
 
 
+def _importance(told: Importance) -> str:
+    """Returns the section on importance."""
+    unseen = "trials that it has not seen"
+    if told.explained <= 0 or told.p > _SIGNIFICANT:
+        found = f"it explains {told.explained:.0%} of their variance"
+        if told.explained > 0:
+            found += f", which chance alone reaches with a probability of {told.p:.2g}"
+        return (
+            f"<p>No importance can be told from {told.trials} trials: a model of the "
+            f"hyperparameters does not predict the metric of {unseen} ({found}). Either the metric "
+            "does not depend on them, or noise hides it; more trials may tell.</p>"
+        )
+    few = ""
+    if told.trials < _FEW:
+        few = (
+            f" With {told.trials} trials, fewer than {_FEW}, the percentages are rough: other trials "
+            "may give quite different ones."
+        )
+    return (
+        f"<p>A model of the hyperparameters explains {told.explained:.0%} of the metric's variance "
+        f"for {unseen}. The importance of a hyperparameter is what the model loses without it. A "
+        f"gray one is not significant: chance reaches it with a probability of p &gt; "
+        f"{_SIGNIFICANT}.{few}</p>{_bars(told.shares)}"
+    )
+
+
 def _coordinates(trials, space, metric) -> str:
-    width, height, names = 900, 320, [*space, metric]
+    height, names = 320, [*space, metric]
     values = np.array([t.result["value"] for t in trials], float)
     spread = np.ptp(values) or 1.0
     sign = -1 if trials[0].result["mode"] == "min" else 1
-    xs = np.linspace(60, width - 60, len(names))
+    ranges = {name: (kind.at(0.0), kind.at(1 - 1e-12)) for name, kind in space.items()}
+    ranges[metric] = float(values.min()), float(values.max())
+    label = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)
+    room = [
+        16 + max(_width(name, 13), *(_width(label(value), 11) for value in ranges[name]))
+        for name in names
+    ]
+    apart = max(780 / len(space), *(sum(pair) / 2 for pair in itertools.pairwise(room)))
+    xs = max(60, room[0] / 2) + apart * np.arange(len(names))
+    width = xs[-1] + max(60, room[-1] / 2)
     lines = []
     for trial, value in sorted(zip(trials, values), key=lambda pair: sign * pair[1]):
         share = (value - values.min()) / spread
@@ -157,30 +146,37 @@ def _coordinates(trials, space, metric) -> str:
             f'stroke-opacity="0.7"><title>trial {trial.index}: {value:.5g}</title></polyline>'
         )
     for x, name in zip(xs, names):
-        if name in space:
-            low, high = space[name].at(0.0), space[name].at(1 - 1e-12)
-        else:
-            low, high = float(values.min()), float(values.max())
-        label = lambda v: escape(f"{v:.4g}" if isinstance(v, float) else str(v))
+        low, high = (escape(label(value)) for value in ranges[name])
         lines.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="40" y2="{height - 40}" stroke="#666"/>'
             f'<text x="{x:.1f}" y="16" text-anchor="middle" font-size="13">{escape(name)}</text>'
-            f'<text x="{x:.1f}" y="33" text-anchor="middle" font-size="11">{label(high)}</text>'
-            f'<text x="{x:.1f}" y="{height - 22}" text-anchor="middle" font-size="11">{label(low)}</text>'
+            f'<text x="{x:.1f}" y="33" text-anchor="middle" font-size="11">{high}</text>'
+            f'<text x="{x:.1f}" y="{height - 22}" text-anchor="middle" font-size="11">{low}</text>'
         )
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="parallel coordinates">{"".join(lines)}</svg>'
+    return _svg(width, height, "parallel coordinates", lines)
 
 
 def _bars(shares) -> str:
     rows = sorted(shares.items(), key=lambda pair: (pair[1][1] > _SIGNIFICANT, -pair[1][0]))
+    left = max(150, *(_width(name, 13) for name in shares))
     marks = []
     for i, (name, (share, p)) in enumerate(rows):
         color, note = (
             ("#4a7ab5", "") if p <= _SIGNIFICANT else ("#ccc", f" not significant, p = {p:.2g}")
         )
         marks.append(
-            f'<text x="150" y="{22 * i + 15}" text-anchor="end" font-size="13">{escape(name)}</text>'
-            f'<rect x="160" y="{22 * i + 3}" width="{500 * share:.1f}" height="15" fill="{color}"/>'
-            f'<text x="{165 + 500 * share:.1f}" y="{22 * i + 15}" font-size="12">{share:.0%}{note}</text>'
+            f'<text x="{left:.0f}" y="{22 * i + 15}" text-anchor="end" font-size="13">{escape(name)}</text>'
+            f'<rect x="{left + 10:.0f}" y="{22 * i + 3}" width="{500 * share:.1f}" height="15" fill="{color}"/>'
+            f'<text x="{left + 15 + 500 * share:.1f}" y="{22 * i + 15}" font-size="12">{share:.0%}{note}</text>'
         )
-    return f'<svg viewBox="0 0 900 {22 * len(rows) + 4}" role="img" aria-label="importance">{"".join(marks)}</svg>'
+    return _svg(left + 750, 22 * len(rows) + 4, "importance", marks)
+
+
+def _svg(width: float, height: float, label: str, marks: Sequence[str]) -> str:
+    box = f"0 0 {width:.0f} {height:.0f}"
+    return f'<svg viewBox="{box}" role="img" aria-label="{label}">{"".join(marks)}</svg>'
+
+
+def _width(text: str, size: int) -> float:
+    """Returns about the width of a text, in the unit of the font size."""
+    return _LETTER * size * len(text)

@@ -44,6 +44,7 @@ from fnet.training.loop._fingerprint import same_json
 _ATTEMPTS = 3  # attempts for a trial whose process is killed
 _STARTUP = 8  # number of trials at Sobol points before Bayesian optimization
 _POLL = 0.2  # seconds between two checks of trials that other processes have locked
+_LOOK = 2.0  # seconds between two looks for trials that other workers have ended
 _METRICS = ("validation/accuracy", "validation/loss", "test/accuracy", "test/loss", "train/loss")
 
 
@@ -307,9 +308,11 @@ def run(
 
 
 def _work(sweep, deadline, most):
+    news = _News(sweep)
     while time.monotonic() < deadline:
         claimed = sweep.claim(most)
         if claimed is None:
+            news.print()
             if all(trial.result for trial in sweep.trials()):
                 return
             # Other workers run the last trials. If they are killed, this worker continues.
@@ -317,17 +320,12 @@ def _work(sweep, deadline, most):
             continue
         trial, lock = claimed
         try:
-            result = _execute(sweep, trial, lock, deadline)
+            result = _execute(sweep, trial, lock, deadline, news)
         finally:
             lock.release()
         if result is None:
             continue
-        shown = (
-            f"{result['metric']} {result['value']:.4g}"
-            if result["status"] == "finished"
-            else result["reason"]
-        )
-        print(f"trial {trial.index}: {shown}  ({_said(trial.params)})", flush=True)
+        news.print(own=trial.index)
         _page.write(sweep)
         ended = [each.result for each in sweep.trials() if each.result]
         if len(ended) >= 3 and all(each["status"] == "failed" for each in ended):
@@ -336,7 +334,25 @@ def _work(sweep, deadline, most):
             )
 
 
-def _execute(sweep, trial, lock, deadline):
+class _News:
+    """Prints the trials that have ended since the last look, also those of other workers."""
+
+    def __init__(self, sweep):
+        self.sweep = sweep
+        self.known = {trial.index for trial in sweep.trials() if trial.result}
+
+    def print(self, own: int | None = None) -> None:
+        """Prints the new results. `own` is the index of a trial of this worker."""
+        for trial in self.sweep.trials():
+            if trial.index in self.known or (result := trial.result) is None:
+                continue
+            self.known.add(trial.index)
+            shown = result.get("reason") or f"{result['metric']} {result['value']:.4g}"
+            worker = "" if trial.index == own else ", by another worker"
+            print(f"trial {trial.index}: {shown}  ({_said(trial.params)}){worker}", flush=True)
+
+
+def _execute(sweep, trial, lock, deadline, news):
     """Runs a trial to its end and returns its result, or None if the trial was interrupted and can
     be continued."""
     began, attempts = time.monotonic(), 0
@@ -350,13 +366,13 @@ def _execute(sweep, trial, lock, deadline):
                 pass_fds=(lock.fileno(),),
             )
         try:
-            code = process.wait(timeout=max(deadline - time.monotonic(), 0.01))
-        except subprocess.TimeoutExpired:
-            _stop(process)
-            return None
+            code = _code(process, deadline, news)
         except KeyboardInterrupt:
             _stop(process)
             raise
+        if code is None:
+            _stop(process)
+            return None
         attempts += 1
         if code < 0 and attempts < _ATTEMPTS:  # killed: it resumes from its checkpoint
             continue
@@ -370,6 +386,16 @@ def _execute(sweep, trial, lock, deadline):
             }
             write_json(trial.folder / "result.json", result)
             return result
+
+
+def _code(process, deadline, news) -> int | None:
+    """Waits for a process, and prints the news meanwhile. Returns its exit code, or None at the
+    deadline."""
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=min(left, _LOOK))
+        news.print()
+    return process.poll()
 
 
 def _stop(process):
@@ -396,9 +422,9 @@ def _finished(workdir) -> bool:
 
 def _report(sweep) -> Trial | None:
     """Writes the HTML page of a sweep, and prints the best configuration as a command."""
-    path = _page.write(sweep)
-    best = _page.best(sweep.trials())
-    print(f"{path}: {len(sweep.trials())} trials")
+    path, trials = _page.write(sweep), sweep.trials()
+    best = _page.best(trials)
+    print(f"{path}: {_counts(trials)}")
     if best is not None:
         metric = best.result["metric"]
         if sweep.settings["metric"] is None and not metric.startswith("validation/"):
@@ -414,6 +440,15 @@ def _report(sweep) -> Trial | None:
         print(f"best: trial {best.index}, {best.result['metric']} {best.result['value']:.6g}")
         print(shlex.join(["python", *command[1:]]))
     return best
+
+
+def _counts(trials: Sequence[Trial]) -> str:
+    """Says how many trials of all workers there are, and how they ended."""
+    kinds = [(trial.result or {"status": "open"})["status"] for trial in trials]
+    parts = [
+        f"{kinds.count(kind)} {kind}" for kind in ("finished", "failed", "open") if kind in kinds
+    ]
+    return f"{len(trials)} trials" + (f", {', '.join(parts)}" if parts else "")
 
 
 def _lock(folder) -> Lock | None:
