@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Hashable
 from typing import Any
 
 from jax import lax
@@ -207,3 +208,19 @@ def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         if complete and plain and params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
         else None
     )
+
+
+def operation(eqn: Any) -> Hashable | None:
+    """Identifies what an equation computes, by its primitive, parameters and types, or is None if
+    its parameters cannot be compared."""
+    types = tuple(_type(v) for v in (*eqn.invars, *eqn.outvars))
+    key = eqn.primitive, tuple(sorted(eqn.params.items(), key=lambda item: item[0])), types
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _type(v: Any) -> tuple:
+    return getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)

@@ -53,12 +53,15 @@ class Assumptions:
         allowed: whether anything may be assumed.
         largest: the number of elements of the largest constant that is known. A proof that needs
             no mask is much faster without them.
+        made: what was assumed.
+        count: how often something was assumed.
     """
 
     def __init__(self, allowed: bool, largest: int = MOST):
         self.allowed, self.largest = allowed, largest
         self.path = ""
         self.made: dict[tuple, Condition] = {}
+        self.count = 0
 
     def finite(self, eqn: Any, operand: int) -> bool:
         return self._assume("finite", eqn, operand, 0.0)
@@ -80,7 +83,8 @@ class Assumptions:
 
     def _assume(self, kind: str, eqn: Any, operand: int | None, bound: float) -> bool:
         if self.allowed:
-            key = (id(eqn), kind, operand)
+            self.count += 1
+            key = (id(eqn), self.path, kind, operand)
             before = self.made.get(key)
             if before is not None and kind in ("at most", "within"):
                 bound = min(bound, before.bound)

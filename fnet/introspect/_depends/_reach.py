@@ -116,7 +116,9 @@ def small(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+    if a.dtype.kind != "f":
+        return np.array_equal(a, b)
+    return np.array_equal(a, b, equal_nan=True) and np.array_equal(np.signbit(a), np.signbit(b))
 
 
 def nothing(shape: Sequence[int]) -> Reach:

@@ -11,6 +11,7 @@ import numpy as np
 
 from fnet import _jax
 from fnet.introspect._depends._conditions import Assumptions
+from fnet.introspect._depends._memory import Memory
 from fnet.introspect._depends._reach import (
     Reach,
     alike,
@@ -24,7 +25,17 @@ from fnet.introspect._depends._reach import (
     widened,
 )
 from fnet.introspect._depends._rules import results
-from fnet.jaxpr import Scope, bodies, description, equations, scan, scopes_in, solve_inputs, title
+from fnet.jaxpr import (
+    Scope,
+    bodies,
+    description,
+    equations,
+    operation,
+    scan,
+    scopes_in,
+    solve_inputs,
+    title,
+)
 
 _TURNS = 1024  # iterations of a loop that are followed one by one
 _COUNTED = 64  # iterations that are followed one by one because the carry may count them
@@ -56,6 +67,8 @@ class Walk:
         self.opaque: dict[str, str] = {}
         self.opened: dict[int, tuple[Any, Any, tuple]] = {}
         self.record = record
+        self.memory = Memory()
+        self._forms: dict[Any, tuple[Any, tuple]] = {}
 
     def __call__(
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Reach], at: Scope | None = None
@@ -88,9 +101,10 @@ class Walk:
 
     def equation(self, eqn: Any, operands: list[Reach], at: Scope) -> tuple[list[Reach], Any]:
         name = eqn.primitive.name
-        low, high = everything(operands)
-        if low > high and name in _LOOPS and not self.assumed.made:
-            return [nothing(v.aval.shape) for v in eqn.outvars], None  # nothing to follow
+        if name in _LOOPS and not self.assumed.made:
+            low, high = everything(operands)
+            if low > high:
+                return [nothing(v.aval.shape) for v in eqn.outvars], None  # nothing to follow
         if name == "scan":
             return self._scan(eqn, operands, at)
         if name == "while":
@@ -108,21 +122,47 @@ class Walk:
             given = [operands[i] for i in solve_inputs(eqn)]
             done, steps = self(inside[0].jaxpr, inside[0].consts, given, at)
             return done, (steps, inside[0].jaxpr)
-        if plain is not None and id(eqn) not in self.opened:
-            self.opened[id(eqn)] = eqn, plain(eqn), ()
-        elif (form := _expanded(eqn)) is not None and id(eqn) not in self.opened:
-            self.opened[id(eqn)] = eqn, form.jaxpr, tuple(form.consts)
-        if id(eqn) in self.opened:
-            _, opened, consts = self.opened[id(eqn)]
-            done, steps = self(opened, consts, operands, at)
-            return done, (steps, opened)
-        self.assumed.path = at.path
-        done = results(eqn, operands, self.assumed) if not inside else None
+        if (opened := self._opened(eqn, plain)) is not None:
+            _, form, consts = opened
+            done, steps = self(form, consts, operands, at)
+            return done, (steps, form)
+        done = self._results(eqn, operands, at) if not inside else None
         if done is None:
+            low, high = everything(operands)
             if low <= high:
                 self.opaque.setdefault(title(eqn), at.path)
             done = [uniform(_shape(v), low, high) for v in eqn.outvars]
         return done, None
+
+    def _opened(self, eqn: Any, plain: Callable | None) -> tuple[Any, Any, tuple] | None:
+        """The equation, a jaxpr of JAX's primitives that computes it, and its constants, or None for
+        a primitive that is one of them. Equal equations share a jaxpr."""
+        if id(eqn) in self.opened:
+            return self.opened[id(eqn)]
+        if plain is None and _jax.hi_primitive(eqn) is None:
+            return None
+        kind = operation(eqn)
+        form = self._forms.get(kind)
+        if form is None:
+            form = (plain(eqn), ()) if plain is not None else _expanded(eqn)
+        if form is None:
+            return None
+        if kind is not None:
+            self._forms[kind] = form
+        self.opened[id(eqn)] = eqn, *form
+        return self.opened[id(eqn)]
+
+    def _results(self, eqn: Any, operands: list[Reach], at: Scope) -> list[Reach] | None:
+        key = self.memory.key(eqn, operands)
+        done = self.memory.get(key)
+        if done is not None:
+            return done
+        self.assumed.path = at.path
+        before = self.assumed.count
+        done = results(eqn, operands, self.assumed)
+        if done is None or self.assumed.count != before:
+            return done  # an assumption is about this equation, not about others like it
+        return self.memory.put(key, done)
 
     def _cond(self, eqn: Any, operands: list[Reach], at: Scope) -> tuple[list[Reach], Any]:
         which, *inputs = operands
@@ -237,18 +277,18 @@ class Walk:
 _LOOPS = ("scan", "while")
 
 
-def _expanded(eqn: Any) -> Any:
-    """What a HiPrim of JAX computes, as a closed jaxpr, or None for other equations."""
+def _expanded(eqn: Any) -> tuple[Any, tuple] | None:
+    """What a HiPrim of JAX computes, as an open jaxpr and its constants, or None if it does not
+    say."""
     prim = _jax.hi_primitive(eqn)
-    if prim is None:
-        return None
     try:
         form = _jax.make_jaxpr(lambda *arrays: jax.tree.leaves(prim.expand(*arrays)))(
             *(v.aval for v in eqn.invars)
         )
     except Exception:  # whatever a definition of somebody else raises: it stays unknown
         return None
-    return form if len(form.jaxpr.outvars) == len(eqn.outvars) else None
+    same = len(form.jaxpr.outvars) == len(eqn.outvars)
+    return (form.jaxpr, tuple(form.consts)) if same else None
 
 
 def has_refs(jaxpr: Any) -> bool:
