@@ -306,7 +306,15 @@ def _traced(f, params, state, specs):
         return jax.tree.leaves(y)
 
     weight_types = [jax.ShapeDtypeStruct(x.shape, _traced_dtype(x)) for x in held]
-    closed = jaxpr.inlined(_jax.make_jaxpr(run)(*weight_types, *types))
+    try:
+        closed = jaxpr.inlined(_jax.make_jaxpr(run)(*weight_types, *types))
+    except Exception as error:
+        if "floordiv" in str(error) or "Inconclusive" in type(error).__name__:
+            error.add_note(
+                "export.program traces f for sizes of any value. If f needs sizes that divide "
+                "evenly, write the factor into the shape: export.spec('b, 4*h, 4*w, 3')."
+            )
+        raise
     constants = [_constant(x) for x in closed.consts]
     closed = _jax.close(_jax.consts_as_inputs(closed))
     described_inputs = [(name, described(inputs[name])) for name in specs]

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from fnet.export import _constraints
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -25,7 +27,7 @@ class Spec:
     where: tuple[str, ...] = ()
 
     def __post_init__(self):
-        _parsed(self.shape, export.SymbolicScope(self.where))
+        _parsed(self.shape, _scope(self.where))
         _dtype(self.dtype)
 
 
@@ -42,14 +44,19 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
     """Returns the type of an input of an exported program, with sizes that may stay open.
 
         export.spec("b, 28, 28, 1")                        # any batch size b
-        export.spec("b, 2*h, 2*w, 3", where=("h >= 32", "mod(h, 2) == 0"))
+        export.spec("b, 4*h, 4*w, 3", where="4 <= h < 64")    # images whose sides are multiples of 4
+
+    A model that halves its images and doubles them again, such as a U-Net, needs sizes that divide
+    evenly. Write the factor into the shape: JAX knows at once that half of 4*h is 2*h, while it can
+    conclude little from the constraint h % 4 == 0.
 
     Args:
         shape: the sizes of the axes, separated by commas: numbers, names of size variables, or
             expressions of them. A variable is at least 1, and has the same value in all inputs of a
             program.
         dtype: such as "int32". Default "float32".
-        where: constraints on the variables, one string such as "t <= 64" or several. Default: none.
+        where: constraints on the variables, comparisons such as "t <= 64", separated by commas or
+            in several strings. Default: none.
 
     Raises:
         ValueError: the shape, dtype or a constraint is not valid.
@@ -57,10 +64,12 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
     >>> export.spec("b, t", "int32", where="t <= 64")
     Spec(shape='b, t', dtype='int32', where=('t <= 64',))
     """
-    where = (where,) if isinstance(where, str) else tuple(where)
+    where = _constraints.several(where)
     try:
         return Spec(
-            shape, str(jnp.dtype(dtype)) if not str(dtype).startswith("key<") else str(dtype), where
+            _constraints.sizes(shape),
+            str(jnp.dtype(dtype)) if not str(dtype).startswith("key<") else str(dtype),
+            where,
         )
     except TypeError:
         raise ValueError(f"export.spec: {dtype!r} is no dtype; use for example 'float32'") from None
@@ -78,7 +87,7 @@ def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
 
     >>> caches = export.spec_of(lambda b: {"keys": jnp.zeros((b, 8))}, where="b <= 16")
     """
-    return SpecOf(function, (where,) if isinstance(where, str) else tuple(where))
+    return SpecOf(function, _constraints.several(where))
 
 
 def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -87,7 +96,7 @@ def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     special = lambda x: isinstance(x, (Spec, SpecOf))
     leaves = [x for x in jax.tree.leaves(specs, is_leaf=special) if special(x)]
     where = tuple(dict.fromkeys(constraint for x in leaves for constraint in x.where))
-    scope = export.SymbolicScope(where)
+    scope = _scope(where)
 
     def one(x):
         if isinstance(x, Spec):
@@ -103,6 +112,18 @@ def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         )
 
     return {name: jax.tree.map(one, tree, is_leaf=special) for name, tree in specs.items()}, where
+
+
+def _scope(where: tuple[str, ...]) -> export.SymbolicScope:
+    for constraint in where:
+        try:
+            export.SymbolicScope((constraint,))
+        except Exception as error:  # JAX's parser raises errors of several types
+            raise ValueError(
+                f"export.spec: {constraint!r} is no constraint; expected a comparison of sizes, such "
+                f"as 't <= 64' or 'h % 4 == 0': {str(error).splitlines()[0]}"
+            ) from None
+    return export.SymbolicScope(where)
 
 
 def _parsed(shape: str, scope) -> tuple:

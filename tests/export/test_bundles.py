@@ -405,6 +405,13 @@ def test_invalid_programs():
         ValueError, match=r"export.spec: 'b,, 3' is no shape, such as 'b, 28, 28, 1'"
     ):
         export.spec("b,, 3")
+    with pytest.raises(ValueError, match=r"export.spec: 'h = 4' is no constraint; expected a comp"):
+        export.spec("b, h", where="h = 4")
+    with pytest.raises(Exception, match="floordiv") as raised:
+        halves = lambda params, x: x[:, ::2] + x[:, 1::2]
+        export.program(halves, {}, x=export.spec("b, h", where="h % 2 == 0"))
+    assert "write the factor into the shape" in raised.value.__notes__[-1]
+    export.program(halves, {}, x=export.spec("b, 2*h"))
     with pytest.raises(ValueError, match=r"export.spec: 'float31' is no dtype"):
         export.spec("b", "float31")
     with pytest.raises(
