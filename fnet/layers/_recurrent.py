@@ -171,7 +171,8 @@ class _OneWay(Layer):
     layer: _Recurrent
 
     def forward(self, scope: Scope, x: jax.Array, carry: Any, valid: Any, reverse: bool) -> Any:
-        return self.layer._run(scope, x, carry, valid, reverse=reverse)
+        own = Scope(scope._place, type(self.layer))  # the arrays are those of an LSTM, not of this
+        return self.layer._run(own, x, carry, valid, reverse=reverse)
 
 
 class RNN(_Recurrent):

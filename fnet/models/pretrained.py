@@ -40,10 +40,9 @@ from fnet.models.weights._weight_names import (
     Spare,
     Tied,
     flattened,
-    keras,
-    torch,
 )
 from fnet.models.weights._weights import Weights
+from fnet.models.weights._words import keras, torch
 
 __all__ = [
     "CONV",

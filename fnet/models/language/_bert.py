@@ -18,7 +18,8 @@ from fnet.models._model import Model
 from fnet.models.weights._config import Fields, Must, Use, transformers
 from fnet.models.weights._labels import labels
 from fnet.models.weights._torch_layers import spare, torch_layers
-from fnet.models.weights._weight_names import Names, Rule, Spare, Tied, torch
+from fnet.models.weights._weight_names import Names, Rule, Spare, Tied
+from fnet.models.weights._words import torch
 
 HEADS = "masked_lm", "sequence", "tokens", "questions", "next_sentence", "pretraining"
 

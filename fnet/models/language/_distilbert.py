@@ -12,7 +12,8 @@ from fnet.models.language._bert import ALIASES, Bert, architectures, heads_of, t
 from fnet.models.weights._config import Fields, Must, Use, transformers
 from fnet.models.weights._labels import labels
 from fnet.models.weights._torch_layers import torch_layers
-from fnet.models.weights._weight_names import Names, torch
+from fnet.models.weights._weight_names import Names
+from fnet.models.weights._words import torch
 
 _KINDS = architectures("DistilBert")
 

@@ -18,7 +18,8 @@ from fnet.models.language.decoder._configs import Count, Flag, Number, activatio
 from fnet.models.language.decoder._decoder import ACTIVATIONS
 from fnet.models.weights._config import Must, Use, transformers
 from fnet.models.weights._torch_layers import fused, qkv, torch_layers
-from fnet.models.weights._weight_names import SAME, Names, Spare, Tied, torch
+from fnet.models.weights._weight_names import SAME, Names, Spare, Tied
+from fnet.models.weights._words import torch
 
 zeros = jax.nn.initializers.zeros
 # Equal options give the same object, so layers compare equal.

@@ -28,7 +28,8 @@ from fnet.models.language.decoder._rope_config import (
 from fnet.models.weights._config import SKIP, Fields, Use, transformers
 from fnet.models.weights._labels import labels
 from fnet.models.weights._torch_layers import fused, qkv, spare, torch_layers
-from fnet.models.weights._weight_names import Names, Rule, Tied, torch
+from fnet.models.weights._weight_names import Names, Rule, Tied
+from fnet.models.weights._words import torch
 
 HEADS = "masked_lm", "sequence", "tokens", "questions"
 _KINDS = architectures("ModernBert")

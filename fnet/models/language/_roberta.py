@@ -20,7 +20,8 @@ from fnet.models.language._bert import (
 )
 from fnet.models.weights._config import Fields, Use, transformers
 from fnet.models.weights._labels import labels
-from fnet.models.weights._weight_names import Names, torch
+from fnet.models.weights._weight_names import Names
+from fnet.models.weights._words import torch
 
 
 def _context(value, config):

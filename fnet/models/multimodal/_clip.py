@@ -18,7 +18,8 @@ from fnet.models.vision._vit import encoder_block, gelu
 from fnet.models.weights._config import SKIP, Config, Fields, Must, Use, transformers
 from fnet.models.weights._images import ImageInput
 from fnet.models.weights._torch_layers import torch_layers
-from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare, torch
+from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare
+from fnet.models.weights._words import torch
 
 small = initializers.normal(0.02)
 

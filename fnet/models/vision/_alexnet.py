@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.models._model import Model
 from fnet.models.weights._images import TORCHVISION
-from fnet.models.weights._weight_names import Names, flattened, torch
+from fnet.models.weights._weight_names import Names, flattened
+from fnet.models.weights._words import torch
 
 
 class AlexNet(Model):

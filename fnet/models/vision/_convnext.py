@@ -17,7 +17,8 @@ from fnet.models.weights._images import ImageInput
 from fnet.models.weights._labels import labels
 from fnet.models.weights._timm_config import name_of, timm
 from fnet.models.weights._torch_layers import spare, torch_layers
-from fnet.models.weights._weight_names import Names, Rule, torch
+from fnet.models.weights._weight_names import Names, Rule
+from fnet.models.weights._words import torch
 
 _TIMM = {
     f"convnext_{size}": dict(depths=depths, widths=tuple(width * 2**s for s in range(4)))

@@ -23,7 +23,8 @@ from fnet.models.weights._config import transformers
 from fnet.models.weights._images import ImageInput
 from fnet.models.weights._labels import labels
 from fnet.models.weights._timm_config import timm
-from fnet.models.weights._weight_names import Names, Rule, torch
+from fnet.models.weights._weight_names import Names, Rule
+from fnet.models.weights._words import torch
 
 _SIZES = {name: SIZES[name] for name in ("tiny", "small", "base")}
 _KINDS = {

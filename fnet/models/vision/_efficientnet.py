@@ -17,7 +17,8 @@ from fnet.models.weights._config import Fields, Must, Use, transformers
 from fnet.models.weights._images import ImageInput
 from fnet.models.weights._labels import labels
 from fnet.models.weights._timm_config import name_of, timm
-from fnet.models.weights._weight_names import Names, torch
+from fnet.models.weights._weight_names import Names
+from fnet.models.weights._words import torch
 
 STAGES = (  # expansion, channels, blocks, stride of the first, kernel size
     (1, 16, 1, 1, 3),

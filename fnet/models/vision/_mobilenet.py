@@ -13,7 +13,8 @@ from fnet import layers as nn
 from fnet.models._model import Model
 from fnet.models.weights._images import TORCHVISION, ImageInput
 from fnet.models.weights._timm_config import timm
-from fnet.models.weights._weight_names import Names, torch
+from fnet.models.weights._weight_names import Names
+from fnet.models.weights._words import torch
 
 STAGES = (  # expansion, channels, blocks, stride of the first
     (1, 16, 1, 1),

@@ -13,7 +13,8 @@ from fnet import layers as nn
 from fnet.models._model import Model
 from fnet.models.weights._images import CAFFE, TORCHVISION
 from fnet.models.weights._timm_config import name_of, timm
-from fnet.models.weights._weight_names import Names, keras, torch
+from fnet.models.weights._weight_names import Names
+from fnet.models.weights._words import keras, torch
 
 
 @nn.layer

@@ -23,7 +23,8 @@ from fnet.models.weights._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models.weights._labels import labels
 from fnet.models.weights._timm_config import name_of, timm
 from fnet.models.weights._torch_layers import fused, qkv, spare, torch_layers
-from fnet.models.weights._weight_names import Names, Rule, torch
+from fnet.models.weights._weight_names import Names, Rule
+from fnet.models.weights._words import torch
 
 gelu = functools.partial(jax.nn.gelu, approximate=False)
 small = initializers.normal(0.02)

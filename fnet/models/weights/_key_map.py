@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +28,8 @@ class Entry(NamedTuple):
         copies: the sizes of the stacked axes. The stacked axes, such as the layer axis of an
             `nn.Stack`, are the leading axes of the model's arrays. The arrays in the file are not
             stacked: the file contains a separate array for each index along the stacked axes.
-        keys: the keys (array names in the file), one for each index along the stacked axes, in
-            row-major order. If `copies` is empty, `keys` contains only one key.
+        keys: the keys (array names in the file), those of the rule for each index along the stacked
+            axes, in row-major order. If `copies` is empty, `keys` contains only those of the rule.
     """
 
     rule: Rule | Spare | Tied
@@ -38,13 +38,25 @@ class Entry(NamedTuple):
     copies: tuple[int, ...]
     keys: tuple[str, ...]
 
-    def shape(self) -> tuple[int, ...]:
-        """Returns the shape that each array of the entry has in the file."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns {key: the shape of this array in the file}."""
         shapes = [spec.shape[len(self.copies) :] for spec in self.specs]
         whole = (
             (*shapes[0][:-1], sum(shape[-1] for shape in shapes)) if len(shapes) > 1 else shapes[0]
         )
-        return self.rule.layout.theirs(np.broadcast_to(np.int8(0), whole)).shape
+        arrays = self.rule.layout.theirs(np.broadcast_to(np.int8(0), whole))
+        arrays = arrays if self.is_joined() else (arrays,)
+        return dict(zip(self.keys, itertools.cycle(array.shape for array in arrays)))
+
+    def is_joined(self) -> bool:
+        """Whether the model's arrays are computed from several arrays of the file."""
+        return not isinstance(self.rule.theirs, str)
+
+    def layers(self) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
+        """Yields (index along the stacked axes, keys) for each layer of a stack, or once."""
+        width = len(self.rule.theirs) if self.is_joined() else 1
+        for number, index in enumerate(np.ndindex(self.copies)):
+            yield index, self.keys[number * width : (number + 1) * width]
 
 
 class KeyMap(NamedTuple):
@@ -134,6 +146,8 @@ def _places(rule, leaves, who):
         if found := pattern.fullmatch(path):
             numbers = {name: int(number) for name, number in found.groupdict().items()}
             paths = (path, *(_written(other, numbers) for other in others))
+            if not _joinable(leaves[each] for each in paths if each in leaves):
+                continue
             lacking = [each for each in paths if each not in leaves]
             if lacking:
                 raise ValueError(
@@ -142,6 +156,11 @@ def _places(rule, leaves, who):
                     "but the model has no such array"
                 )
             yield paths, tuple(leaves[each] for each in paths), numbers
+
+
+def _joinable(specs):
+    """Whether arrays can be parts of one, along the last axis."""
+    return len({spec.shape[:-1] for spec in specs}) == 1
 
 
 # The layers whose arrays are known to belong to them. What others do with an array is theirs to
@@ -160,53 +179,93 @@ _OTHERS = {
 }
 
 
+_TORCH_RECURRENT = re.compile(r"weight_(ih|hh)(?:_l\d+)?(_reverse)?(?:$|[._])")
+_METHODS = {  # of `torch`
+    nn.Dense: "dense",
+    nn.ConvTranspose: "conv_transpose",
+    nn.Conv: "conv",
+    nn.DepthwiseConv: "conv",
+    nn.BatchNorm: "batch_norm",
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), "norm"),
+    nn.RNN: "rnn",
+    nn.LSTM: "lstm",
+    nn.GRU: "gru",
+    nn.Embed: "embed",
+}
+
+
 def _check_layers(rule, paths, leaves, who):
     """Checks that a rule is for the layer that uses the array. The shapes may fit by coincidence."""
+    keys = " and ".join(map(repr, _keys(rule)))
     for path in paths:
         layer, name = leaves[path].layer, path.rpartition("/")[2]
         if layer is None or not issubclass(layer, _LAYERS):
             continue
-        what = f"{who}: the rule for {rule.theirs!r} reads {path!r}, an array of a {layer.__name__}"
+        what = f"{who}: the rule for {keys} reads {path!r}, an array of a {layer.__name__}"
         if rule.layers and not issubclass(layer, rule.layers):
             wanted = " or ".join(each.__name__ for each in rule.layers)
             raise ValueError(
-                f"{what}, but it is right for {wanted} only. Write a Rule with a Layout that "
-                f"converts "
-                "this layer's arrays"
+                f"{what}, but it is right for {wanted} only. {_advice(layer)} a Rule with a "
+                "Layout that converts this layer's arrays"
             )
         if rule.layout in (CONV, DEPTHWISE) and issubclass(layer, nn.ConvTranspose):
             raise ValueError(
                 f"{what}, with the layout of a convolution. Frameworks store the kernels of "
-                f"transposed "
-                "convolutions in another layout; write a Layout that converts it"
+                f"transposed convolutions in another layout; for PyTorch's, use "
+                f"torch.conv_transpose"
             )
-        word = re.split(r"[._/]", rule.theirs)[-1]
-        if word in _OTHERS.get(name, ()) and issubclass(layer, (*_AFFINE, *_NORMS)):
-            raise ValueError(
-                f"{what}, but the name in the file is that of another array of the layer"
-            )
+        for key in _keys(rule):
+            if _is_of_another(name, key, layer, path):
+                raise ValueError(
+                    f"{what}, but the name in the file is that of another array of the layer"
+                )
         if (
-            name == "bias"
+            name in ("bias", "recurrent_bias")
             and issubclass(layer, _RECURRENT)
+            and isinstance(rule.theirs, str)
             and re.search(r"bias_[ih]h", rule.theirs)
         ):
             raise ValueError(
                 f"{what}, which is the sum of PyTorch's bias_ih and bias_hh (of a GRU: for two of "
-                f"the "
-                "three gates). Add them before you write the file"
+                f"the three gates). {_advice(layer)} a Rule with both keys and a Layout that adds them"
             )
 
 
-def _entry(rule, prefix, paths, specs, numbers):
-    free = list(
-        dict.fromkeys(name for name, *_ in _FIELD.findall(rule.theirs) if name not in numbers)
+def _is_of_another(name, key, layer, path):
+    """Whether the last word of a key is the name of another array of a layer than `name`."""
+    word = re.split(r"[._/]", key)[-1]
+    if issubclass(layer, (*_AFFINE, *_NORMS)):
+        return word in _OTHERS.get(name, ())
+    if not (issubclass(layer, _RECURRENT) and (found := _TORCH_RECURRENT.search(key))):
+        return False
+    source, reverse = found.groups()
+    direction = re.search(r"(?:^|/)(forward|backward)/", path)
+    return name == {"ih": "recurrent_kernel", "hh": "kernel"}[source] or (
+        direction is not None and bool(reverse) != (direction[1] == "backward")
     )
+
+
+def _advice(layer):
+    """What to use instead, to be continued by "a Rule with a Layout"."""
+    method = next((each for kind, each in _METHODS.items() if issubclass(layer, kind)), None)
+    return "Write" if method is None else f"For PyTorch's, use torch.{method}; for others, write"
+
+
+def _entry(rule, prefix, paths, specs, numbers):
+    theirs = _keys(rule)
+    fields = _FIELD.findall(" ".join(theirs))
+    free = list(dict.fromkeys(name for name, *_ in fields if name not in numbers))
     copies = specs[0].shape[: len(free)]
     keys = (
-        prefix + _written(rule.theirs, numbers | dict(zip(free, each)))
+        prefix + _written(key, numbers | dict(zip(free, each)))
         for each in itertools.product(*map(range, copies))
+        for key in theirs
     )
     return Entry(rule, paths, specs, copies, tuple(keys))
+
+
+def _keys(rule):
+    return (rule.theirs,) if isinstance(rule.theirs, str) else rule.theirs
 
 
 def _pattern(ours):

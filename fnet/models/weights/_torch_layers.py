@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fnet.models.weights._weight_names import DENSE, SAME, Layout, Rule, Spare, torch
+from fnet.models.weights._weight_names import DENSE, SAME, Layout, Rule, Spare
+from fnet.models.weights._words import torch
 
 
 def torch_layers(

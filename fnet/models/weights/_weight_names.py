@@ -13,18 +13,18 @@ constant first.
 An `nn.Stack` keeps an array of all its layers as one, with the layer's index as leading axis, while
 the file has one array for each layer. A placeholder that only the key contains is that index.
 Several paths for one key, such as query, key and value, split the array of the file along its last
-axis.
+axis. Several keys for one path are arrays from which its layout computes one, such as PyTorch's two
+biases of an LSTM.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fnet import layers as nn
 from fnet.models.weights._images import ImageInput
 
 
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     """A reversible change of an array's layout: the order and the splitting of its axes.
 
     `ours` converts from the layout of the file to that of fnet, `theirs` converts back. Both return
-    views.
+    views. For a rule with several keys, `ours` takes an array for each, and `theirs` returns as many.
 
     >>> transpose = Layout("transpose", lambda x: x.T, lambda x: x.T)
     >>> transpose.ours(np.ones((10, 64))).shape                # [out, in] in the file, [in, out] in fnet
@@ -40,8 +40,8 @@ class Layout(NamedTuple):
     """
 
     name: str
-    ours: Callable[[np.ndarray], np.ndarray]
-    theirs: Callable[[np.ndarray], np.ndarray]
+    ours: Callable[..., np.ndarray]
+    theirs: Callable[[np.ndarray], Any]
 
 
 def _swap(array):
@@ -117,7 +117,7 @@ class Rule:
             for an integer. Several paths split the array of the file along its last axis.
         theirs: the key in the file, with the placeholders of the path. One that the path lacks
             stands for an index along a leading axis of fnet's array, such as the layer index in an
-            `nn.Stack`.
+            `nn.Stack`. Several keys are arrays from which `layout` computes one.
         layout: the change of layout between the file and fnet. Default: no change.
         beside: `Spare` objects for keys that the file may contain although the model does not need
             them, with the same placeholders.
@@ -130,7 +130,7 @@ class Rule:
     """
 
     ours: str | tuple[str, ...]
-    theirs: str
+    theirs: str | tuple[str, ...]
     layout: Layout = SAME
     beside: tuple[Spare, ...] = ()
     layers: tuple[type, ...] = ()
@@ -146,6 +146,7 @@ class Spare:
             key has the integers of that path, such as layer numbers, in place of its placeholders.
             None: the key has no placeholders.
         write: the array that `save` writes under the key. None: it writes none.
+        refused: why a file with this key cannot be read. Default None: it can.
 
     >>> Spare("{s}.bn.num_batches_tracked", "{s}/bn/mean").theirs
     '{s}.bn.num_batches_tracked'
@@ -154,6 +155,7 @@ class Spare:
     theirs: str
     ours: str | None = None
     write: Any = None
+    refused: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,104 +223,16 @@ class Names:
         return dataclasses.replace(self, rules=self.rules(model)) if callable(self.rules) else self
 
     def flat(self) -> list:
-        return list(_flat(self.rules))
+        return list(flat(self.rules))
 
     def flat_heads(self) -> list:
-        return list(_flat(self.heads))
+        return list(flat(self.heads))
 
 
-class Words:
-    """The conventions of a framework for the names and layouts of arrays.
-
-        torch.dense("fc", "layers.0")          # fc/kernel <-> layers.0.weight, fc/bias <-> layers.0.bias
-
-    Each method returns the rules for one layer, whose path in fnet is `ours` and whose prefix in
-    the file is `theirs`. `torch` describes PyTorch: kernels are [out, in] and [out, in, *window],
-    and names are such as weight and running_mean. `keras` describes Keras: kernels are as in fnet,
-    and names are such as kernel, gamma and moving_mean.
-    """
-
-    def __init__(self, join, dense, conv, kernel, bias, norm, count=None):
-        self._join, self._dense, self._conv = join, dense, conv
-        self._kernel, self._bias, self._norm, self._count = kernel, bias, norm, count
-
-    def dense(self, ours: str, theirs: str, layout: Layout | None = None) -> tuple:
-        """Returns the naming rules for kernel and bias of a Dense."""
-        return self._affine(ours, theirs, layout or self._dense, (nn.Dense,))
-
-    def conv(self, ours: str, theirs: str) -> tuple:
-        """Returns the naming rules for the kernel and the bias of a Conv.
-
-        Those of PyTorch also fit a DepthwiseConv, but not a ConvTranspose, whose kernel has another
-        layout.
-        """
-        return self._affine(
-            ours,
-            theirs,
-            self._conv,
-            (nn.Conv, nn.DepthwiseConv) if self._join == "." else (nn.Conv,),
-        )
-
-    def norm(self, ours: str, theirs: str) -> tuple:
-        """Returns the naming rules for scale and bias of a LayerNorm, RMSNorm or GroupNorm."""
-        layers = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm
-        return tuple(
-            Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", layers=layers)
-            for mine, name in self._norm[:2]
-        )
-
-    def batch_norm(self, ours: str, theirs: str) -> tuple:
-        """Returns the naming rules for the arrays of a BatchNorm, and for PyTorch's unused
-        num_batches_tracked."""
-        count = (
-            ()
-            if self._count is None
-            else (Spare(f"{theirs}{self._join}{self._count}", write=np.int64(0)),)
-        )
-        return tuple(
-            Rule(
-                f"{ours}/{mine}",
-                f"{theirs}{self._join}{name}",
-                beside=count if mine == "mean" else (),
-                layers=(nn.BatchNorm,),
-            )
-            for mine, name in self._norm
-        )
-
-    def embed(self, ours: str, theirs: str) -> tuple:
-        """Returns the naming rule for the table of an Embed."""
-        name = "weight" if self._join == "." else "embeddings"
-        return (Rule(f"{ours}/embedding", f"{theirs}{self._join}{name}", layers=(nn.Embed,)),)
-
-    def _affine(self, ours, theirs, layout, layers):
-        return (
-            Rule(f"{ours}/kernel", f"{theirs}{self._join}{self._kernel}", layout, layers=layers),
-            Rule(f"{ours}/bias", f"{theirs}{self._join}{self._bias}", layers=layers),
-        )
-
-
-torch = Words(
-    ".",
-    DENSE,
-    CONV,
-    "weight",
-    "bias",
-    (("scale", "weight"), ("bias", "bias"), ("mean", "running_mean"), ("var", "running_var")),
-    "num_batches_tracked",
-)
-keras = Words(
-    "/",
-    SAME,
-    SAME,
-    "kernel",
-    "bias",
-    (("scale", "gamma"), ("bias", "beta"), ("mean", "moving_mean"), ("var", "moving_variance")),
-)
-
-
-def _flat(rules):
+def flat(rules: tuple) -> Iterator:
+    """Yields the rules in tuples that may be nested."""
     for rule in rules:
         if isinstance(rule, tuple):
-            yield from _flat(rule)
+            yield from flat(rule)
         else:
             yield rule

@@ -172,8 +172,9 @@ class Weights:
                 continue
             parts = [np.asarray(_match.get(trees[self.kinds[path]], path)) for path in entry.paths]
             whole = np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
-            for key, layer in zip(entry.keys, np.ndindex(entry.copies)):
-                arrays[key] = entry.rule.layout.theirs(whole[(*layer, ...)])
+            for layer, keys in entry.layers():
+                theirs = entry.rule.layout.theirs(whole[(*layer, ...)])
+                arrays.update(zip(keys, theirs if entry.is_joined() else (theirs,)))
         return arrays
 
     def _is_written(self, entry: Entry) -> bool:
@@ -208,8 +209,8 @@ class Weights:
         """Returns the model's arrays for `entry`. An array of the file is one layer of each, and is
         split along its last axis if there are several."""
         ours = [_tensors.aligned(spec.shape, dtype) for spec in entry.specs]
-        for key, layer in zip(entry.keys, np.ndindex(entry.copies)):
-            whole = entry.rule.layout.ours(self.tensors[key])
+        for layer, keys in entry.layers():
+            whole = entry.rule.layout.ours(*(self.tensors[key] for key in keys))
             if len(ours) == 1:
                 np.copyto(ours[0][(*layer, ...)], whole, casting="unsafe")
                 continue
@@ -282,13 +283,16 @@ def _check_keys(model, name, key_map, arrays, path):
     missing = [key for key in wanted if key not in arrays]
     problems = [_missing(key, wanted[key], extra) for key in missing]
     problems += [_unexpected(key, arrays[key], missing) for key in extra]
-    for key, entry in wanted.items():
-        if key in arrays and arrays[key].shape != entry.shape():
-            problems.append(
-                f"{key!r}: expected shape {entry.shape()} for {_match.ours(entry)}, got "
-                f"{arrays[key].shape}"
-            )
+    for entry in key_map.reads:
+        for key, shape in entry.shapes().items():
+            if key in arrays and arrays[key].shape != shape:
+                problems.append(
+                    f"{key!r}: expected shape {shape} for {_match.ours(entry)}, got "
+                    f"{arrays[key].shape}"
+                )
     for key, entry in spare.items():
+        if key in arrays and isinstance(entry.rule, Spare) and entry.rule.refused:
+            problems.append(f"{key!r}: {entry.rule.refused}")
         if isinstance(entry.rule, Tied) and key in arrays and not _tied(key, entry, wanted, arrays):
             problems.append(
                 f"{key!r} must equal {_match.ours(entry)}, because the model ties the two "
@@ -317,7 +321,7 @@ def _tied(key, entry, wanted, arrays):
     if any(each not in arrays for each in first.keys):
         return True  # already listed as missing
     array = arrays[key]
-    return array.shape == entry.shape() and np.array_equal(
+    return array.shape == entry.shapes()[key] and np.array_equal(
         entry.rule.layout.ours(array), first.rule.layout.ours(arrays[first.keys[0]])
     )
 

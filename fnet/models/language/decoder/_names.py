@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from fnet.models.weights._torch_layers import fused, qkv, torch_layers
-from fnet.models.weights._weight_names import (
-    DENSE,
-    SAME,
-    Names,
-    Rule,
-    Spare,
-    Tied,
-    interleaved,
-    torch,
-)
+from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule, Spare, Tied, interleaved
+from fnet.models.weights._words import torch
 
 KERNELS = (
     *(f"attention/{name}" for name in ("query", "key", "value", "out")),
