@@ -88,6 +88,21 @@ def test_the_twenty_tasks_run(library, as_a_user, monkeypatch):
     exec(compile(source, f"{library}_tasks.py", "exec"), {"__name__": f"{library}_tasks"})
 
 
+@pytest.mark.parametrize("library", tasks.LIBRARIES)
+def test_the_pages_show_the_code_of_the_tasks(library):
+    page = (tasks.FOLDER / f"{library}.md").read_text()
+    assert tasks.written(page) == page, "run: python docs/_sphinx/tasks.py"
+    for code in (*tasks.read(library).values(), *tasks.read("fnet").values()):
+        assert f"```python no-run\n{code}\n```" in page
+
+
+def test_the_site_shows_the_tasks_in_columns():
+    source = [(tasks.FOLDER / "equinox.md").read_text()]
+    tasks.insert(None, None, source)
+    assert source[0].count("::::{grid} ") == 21 and "<!--" not in source[0]
+    assert source[0].startswith("# Coming from Equinox") and "python no-run" not in source[0]
+
+
 def test_the_commands_on_the_pages_name_files_that_exist():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     texts = [path.read_text() for path in pages if "_build" not in path.parts]

@@ -49,8 +49,8 @@ def apply_rules(
 
     Raises:
         TypeError: `rules` is not a mapping with strings as keys.
-        ValueError: a pattern is not a regular expression, or matches no kernel or embedding table
-            that can be replaced.
+        ValueError: a pattern is not a regular expression, matches no kernel or embedding table
+            that can be replaced, or only those that earlier patterns match.
     """
     kernels = [
         (keystr(path, simple=True, separator="/"), leaf)
@@ -111,6 +111,13 @@ def matching(
             raise ValueError(
                 f"{who}: the pattern {pattern!r} matches no {what}; nearest: "
                 f"{nearest_to_pattern(pattern, paths) or 'the tree has none'}"
+            )
+        if all(path in first for path in matched):
+            earlier = dict.fromkeys(repr(first[path]) for path in matched)
+            raise ValueError(
+                f"{who}: the pattern {pattern!r} is not used, because all that it matches "
+                f"({', '.join(map(repr, matched[:4]))}{', ...' if len(matched) > 4 else ''}) matches "
+                f"the earlier {', '.join(earlier)}: move {pattern!r} up, or remove it"
             )
         for path in matched:
             first.setdefault(path, pattern)

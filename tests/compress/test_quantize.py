@@ -132,6 +132,12 @@ def test_a_checkpoint_restores_quantized_parameters(tmp_path):
             "quantize: the pattern 'fd' matches no kernel or table; nearest: 'fc/kernel'",
         ),
         (
+            lambda p: compress.quantize(p, {".*": compress.Int8(), "fc": compress.Int4(2)}),
+            ValueError,
+            "quantize: the pattern 'fc' is not used, because all that it matches .'fc/kernel'. matches "
+            "the earlier '.*': move 'fc' up, or remove it",
+        ),
+        (
             lambda p: compress.quantize(p, {"fc": 8}),
             TypeError,
             r"quantize: expected compress.Int8\(\), Int4\(\), NF4\(\) or Float8\(\) for 'fc'; got "

@@ -178,6 +178,21 @@ def test_a_rule_that_matches_nothing_names_what_is_near():
         ft.autocast(jnp.matmul, "bfloat16", rules={"head": "float32"})(X, Y)
 
 
+def test_a_rule_behind_a_wider_one_is_named():
+    params, _ = MODEL.init(jax.random.key(0), X)
+    message = (
+        "autocast: the rule 'body/0' is not used, because all that it matches ('body/0') matches the "
+        "earlier 'body': move 'body/0' up, or remove it"
+    )
+    rules = {"head": "float32", "body": "float32", "body/0": "bfloat16"}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ft.autocast(_loss, "bfloat16", rules=rules)(params, X)
+    policy = Policy(compute="bfloat16", rules=(("body", "float32"), ("body/0", "bfloat16")))
+    with pytest.raises(ValueError, match="the rule 'body/0' is not used"):
+        ft.autocast(_loss, policy)(params, X)
+    ft.autocast(_loss, policy, rules={".*": "bfloat16"})(params, X)  # overrides the policy
+
+
 def test_bad_input_in_one_sentence():
     with pytest.raises(
         ValueError, match=r"'float16' or the name of a chip in hardware\.chips; got 'bfloat17'"

@@ -70,7 +70,8 @@ def autocast(
         A function with f's signature and dtypes. With float16, use `loss_scale` as well.
 
     Raises:
-        ValueError: a dtype or chip is unknown, or a pattern in `rules` matches no scope of `f`.
+        ValueError: a dtype or chip is unknown, or a pattern in `rules` matches no scope of `f`, or
+            only scopes that earlier patterns match.
         TypeError: `f` has no float32 values.
 
     >>> f = autocast(lambda x, w: jnp.tanh(x @ w), "bfloat16")
@@ -157,7 +158,8 @@ class _Autocast(Interpreter):
     def __init__(self, policy, rules, rows=None):
         super().__init__()
         self.policy, self.rules, self.rows = policy, rules, rows
-        self.matched, self.scopes, self.kinds = set(), {}, {}
+        self.scopes, self.kinds = {}, {}
+        self.matching = {}  # {scope: indices of its rules}; the first one is used
         self.demands = weakref.WeakKeyDictionary()
         # Shapes of residual streams; shapes of the function's arguments.
         self.streams, self.arguments = (set(), set())
@@ -177,21 +179,37 @@ class _Autocast(Interpreter):
             self.scopes[scope] = self.policy.compute
             parts = scope.split("/")
             prefixes = ["/".join(parts[: i + 1]) for i in range(len(parts))]
-            for pattern, compiled, dtype in self.rules:
-                if any(compiled.fullmatch(prefix) for prefix in prefixes):
-                    self.scopes[scope] = dtype
-                    self.matched.add(pattern)
-                    break
+            self.matching[scope] = [
+                i
+                for i, (_, compiled, _) in enumerate(self.rules)
+                if any(map(compiled.fullmatch, prefixes))
+            ]
+            if self.matching[scope]:
+                self.scopes[scope] = self.rules[self.matching[scope][0]][2]
         return self.scopes[scope]
 
     def check_rules(self):
-        for pattern, _, _ in self.rules:
-            if pattern not in self.matched:
+        """Raises ValueError if a rule is not used. The rules of a policy may be overridden."""
+        used = {found[0] for found in self.matching.values() if found}
+        own = len(self.rules) - len(self.policy.rules)
+        for i, (pattern, _, _) in enumerate(self.rules):
+            if i in used:
+                continue
+            scopes = {scope: found[0] for scope, found in self.matching.items() if i in found}
+            if not scopes:
                 paths = sorted(filter(None, self.scopes))
                 raise ValueError(
                     f"autocast: the rule {pattern!r} matches no scope; nearest: "
                     f"{nearest_to_pattern(pattern, paths) or 'the function has no named scopes'}"
                 )
+            if i >= own and max(scopes.values()) < own:
+                continue
+            earlier = dict.fromkeys(repr(self.rules[first][0]) for first in scopes.values())
+            raise ValueError(
+                f"autocast: the rule {pattern!r} is not used, because all that it matches "
+                f"({', '.join(map(repr, sorted(scopes)[:4]))}{', ...' if len(scopes) > 4 else ''}) "
+                f"matches the earlier {', '.join(earlier)}: move {pattern!r} up, or remove it"
+            )
 
     def literal(self, atom):
         scalar = np.ndim(atom.val) == 0 and getattr(atom.aval, "dtype", None) == F32
