@@ -369,6 +369,14 @@ def test_plan(capsys, tmp_path, monkeypatch):
     assert code == 0 and not err and "mesh: data 4 x tensor 2" in out
 
 
+def test_a_long_plan_says_what_it_does(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("fnet._util._heartbeat.EVERY", 0.01)
+    (tmp_path / "planned.py").write_text(PLANNED)
+    code, out, err = run(capsys, "plan", f"{tmp_path}/planned.py:small")
+    assert code == 0 and "chosen" in out and "so far" not in out
+    assert re.search(r"^fnet plan: compiling (\S+), 0 s so far$", err, re.MULTILINE)
+
+
 def test_the_example_in_the_help_of_plan(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):

@@ -7,6 +7,7 @@ from typing import Any
 
 from fnet._util._nearest import nearest
 from fnet.cli import _plan
+from fnet.cli._console import still
 
 _DESCRIPTION = (
     __doc__
@@ -82,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         step, init, batch, images = training(args.model, args.batch)
         examples = examples or (_EPOCH if images else None)
-    print(
-        parallel.compare(
+    with still("compare", "estimating"):
+        compared = parallel.compare(
             step, init, batch, chips, precision=args.precision.replace("-", " "), examples=examples
         )
-    )
+    print(compared)
     return 0
 
 

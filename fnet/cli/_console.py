@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from fnet._util._heartbeat import Heartbeat
+
 _WIDTH = 100  # columns of output to a pipe or a file
 
 
@@ -32,6 +34,13 @@ class _Plain:
 
     def flush(self) -> None:
         sys.stdout.flush()
+
+
+def still(command: str, stage: str) -> Heartbeat:
+    """Returns a context that writes to standard error, every few seconds, what a command waits
+    for."""
+    say = lambda text: print(f"fnet {command}: {text}", file=sys.stderr, flush=True)
+    return Heartbeat(say, stage)
 
 
 def facts(console: Any, rows: Sequence[tuple[str, str]]) -> None:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fnet.cli._console import still
+
 _DESCRIPTION = (
     __doc__
     + """
@@ -91,16 +93,19 @@ def run(args: argparse.Namespace) -> int:
 
     mesh = _mesh(args.mesh) if args.mesh else None
     rules = dict(_rule(text) for text in args.rule)
-    print(
-        parallel.plan(
+    with still("plan", f"running {args.function}") as heartbeat:
+        plan = parallel.plan(
             *found(args.function),
             devices=args.devices,
             strategy=args.strategy,
             mesh=mesh,
             rules=rules,
             compile=not args.estimate,
+            announce=heartbeat.begin,
         )
-    )
+        heartbeat.begin("describing the plan")
+        text = str(plan)
+    print(text)
     return 0
 
 

@@ -43,6 +43,7 @@ def plan(
     mesh: Mapping[str, int] | Mesh | AbstractMesh | None = None,
     rules: Mapping[str, tuple[str | None, ...]] | None = None,
     compile: bool = True,
+    announce: Callable[[str], Any] | None = None,
 ) -> Plan:
     """Decides how to divide a training step over many devices. The step is written for one device.
 
@@ -80,6 +81,8 @@ def plan(
             its axes. `parallel.rules` makes it from the axis names of layers.
         compile: whether to compile the step. An estimate alone takes seconds, for any number of
             chips. Default True.
+        announce: a function that gets a text (str), such as "compiling fsdp", before each part that
+            can take long. Default None.
 
     Returns:
         A `Plan`.
@@ -104,16 +107,18 @@ def plan(
     for name, function in (("step", step), ("init", init)):
         if not callable(function):
             raise TypeError(f"plan: {name} must be a function; got {function!r}")
+    announce = announce or (lambda stage: None)
     chips = target(_mesh.devices(mesh, devices))
     axes = _mesh.sizes(chips, mesh)
     places = _mesh.make(chips, axes, mesh)
     rows_by = math.prod(axes[name] for name in rows_over(places))
     batch = jax.tree.map_with_path(_check.shape, batch)
     rows = _check.rows(batch, rows_by)
+    announce("tracing the step")
     traced = _trace.traced(step, init, batch, places, strategy, ruled=bool(rules))
     state = traced.state
     rungs = ladder(strategy, step, rows, rows_by, typed=traced.typed)
-    draft = Drafts(chips, axes, places, state, batch, traced, rules or {}, init)
+    draft = Drafts(chips, axes, places, state, batch, traced, rules or {}, init, announce)
     judged: list[Candidate] = []
     for rung in rungs:
         made = draft.compared(rung, compile)
@@ -122,6 +127,7 @@ def plan(
             break
     best = _best(judged, draft.memory)
     if best is None:
+        announce("estimating the largest batch")
         largest = draft.largest_batches() if chips.count == 1 else ()
         raise ValueError(_explain.nothing_fits(chips, judged, ROOM, largest))
     verdicts = tuple(
@@ -132,6 +138,7 @@ def plan(
     find = draft.largest_batches if chips.count == 1 else None
     held: tuple = ()
     if chips.count > 1:
+        announce("checking how XLA divides the operations")
         closed = traced(best.options)[0]
         if traced.typed:
             with _mesh.tracing(places, True):
@@ -147,7 +154,9 @@ class Drafts:
     """Creates a plan for each of several strategies, and determines the memory, transfers and time
     of each strategy. Also determines which strategies fit into memory."""
 
-    def __init__(self, chips, axes, places, state, batch, traced, rules, init):
+    def __init__(
+        self, chips, axes, places, state, batch, traced, rules, init, announce=lambda stage: None
+    ):
         self.chips, self.axes, self.places, self.state, self.batch = (
             chips,
             axes,
@@ -155,7 +164,7 @@ class Drafts:
             state,
             batch,
         )
-        self.traced, self.init = traced, init
+        self.traced, self.init, self.announce = traced, init, announce
         parameters = [
             (path_of(path[1:]), leaf.shape)
             for path, leaf in jax.tree.leaves_with_path(state)
@@ -194,6 +203,7 @@ class Drafts:
         return layout(self.state, kind, self.axes["data"], self.traced.scanned, self.ruled)
 
     def candidate(self, option: Strategy) -> Candidate:
+        self.announce(f"estimating {option}")
         closed, counted = self.traced(option)
         draft = self.plan(option)
         persistent = _held(self.state, draft.state, self.chips.chip)
@@ -233,6 +243,7 @@ class Drafts:
         for each in likely:
             if self._needless(each.options, done):
                 continue
+            self.announce(f"compiling {each.options}")
             program = self.plan(each.options).jit(self.traced.step)
             compiled = _compile.compiled(program, self.state, self.batch)
             timed = self.timed(dataclasses.replace(each, compiled=compiled))

@@ -296,6 +296,18 @@ def test_some_devices():
     assert plan.mesh.shape == {"data": 2} and plan.explain().startswith("2 x ")
 
 
+def test_what_takes_long_is_announced():
+    step, init, batch = narrow()
+    stages = []
+    parallel.plan(step, init, batch, strategy="fsdp", announce=stages.append)
+    assert stages[:3] == ["tracing the step", "estimating fsdp", "estimating fsdp+pins"]
+    assert sorted(stages[3:]) == [
+        "checking how XLA divides the operations",
+        "compiling fsdp",
+        "compiling fsdp+pins",
+    ]
+
+
 def test_what_the_compiler_refuses_is_rejected(monkeypatch):
     step, init, batch = narrow()
 

@@ -3,12 +3,16 @@
 import dataclasses
 import io
 import json
+import time
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fnet import hardware as hw
 from fnet import training as tr
+from fnet._util._heartbeat import Heartbeat
 from fnet.training.loop import _fingerprint
 
 
@@ -169,6 +173,41 @@ def test_progress_on_a_stream_is_lines():
     assert said == str(mfu)
     assert first == "step 100/200  loss 0.1235  85.2 steps/s  MFU 12.0%  ETA 1:01"
     assert last == "step 200/200  85.2 steps/s  MFU 12.0%"
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_progress_says_what_it_waits_for(bar):
+    stream = io.StringIO()
+    progress = tr.Progress(stream, bar=bar)
+    progress.start(0, 200)
+    waiting = progress.waiting("compiling")
+    assert waiting._every == (1.0 if bar else 30.0)
+    waiting._every = 0.02
+    with waiting:
+        time.sleep(0.2)
+    if bar:
+        assert progress._bar.tasks[0].description == "compiling, 0 s so far"
+    else:
+        assert set(stream.getvalue().splitlines()) == {"compiling, 0 s so far"}
+    progress.close()
+
+
+def test_a_slow_first_step_is_announced(monkeypatch):
+    monkeypatch.setattr(
+        tr.Progress, "waiting", lambda self, what: Heartbeat(self.line, what, every=0.05)
+    )
+    stream = io.StringIO()
+
+    def step(state, batch):
+        time.sleep(0.3)  # while it is traced
+        return state.apply(optax.sgd(0.1), {"w": batch}), {}
+
+    state = tr.TrainState.create({"w": jnp.ones(2)}, optax.sgd(0.1))
+    batches = lambda i: np.zeros(2, np.float32)
+    tr.fit(step, state, batches, steps=2, progress=tr.Progress(stream, bar=False), tune=False)
+    said = stream.getvalue()
+    assert "compiling, 0 s so far\n" in said
+    assert said.index("so far") < said.index("compiled in") > said.rindex("so far")
 
 
 @pytest.mark.parametrize("closed", [False, True])

@@ -143,7 +143,8 @@ class Loop:
         self.ending.obey(boundary=True)
         if reports.listened:
             reports.utilization = self.program.utilization(run.state, self.feed.shapes())
-        self.program.compile(run, self.feed.example, reports)
+        with reports.waiting("preparing to compile"):
+            self.program.compile(run, self.feed.example, reports)
         self.feed.example = None
         reports.restart_clock()
         self.feed.start(run.at, run.offset)
@@ -156,9 +157,12 @@ class Loop:
     def iterate(self) -> None:
         """Makes one step, and does all that is due after it."""
         run = self.run
-        metrics = self._advance_once()
         if self.reports.clock.compiled is None:
-            self._first_step_done()
+            with self.reports.waiting("compiling"):
+                metrics = self._advance_once()
+                self._first_step_done()
+        else:
+            metrics = self._advance_once()
         self._call_user(metrics)
         logs, measures = run.left()
         if (logs or measures) and self.recovery.check():

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fnet._util._heartbeat import Heartbeat
+
 
 def duration(seconds: float) -> str:
     """Formats a number of seconds as text, such as "7.2 s", "3:05" or "2:03:05".
@@ -106,6 +108,22 @@ class Progress:
             if bar is not None:
                 with contextlib.suppress(OSError, ValueError):
                     bar.stop()
+
+    def waiting(self, for_what: str) -> Heartbeat:
+        """Returns a context that shows what the run waits for, and since when: on the bar every
+        second, otherwise in a line every half minute.
+
+        Args:
+          for_what: such as "compiling".
+        """
+
+        def on_bar(text: str) -> None:
+            if self._bar is not None:
+                self._bar.update(self._task, description=text, refresh=True)
+
+        if self._bar is None:
+            return Heartbeat(self.line, for_what, every=30.0)
+        return Heartbeat(lambda text: self._written(lambda: on_bar(text)), for_what, every=1.0)
 
     def tick(self, step: int, rate: float | None, left: float | None) -> None:
         """Redraws the bar after a step, at most `refresh` times per second, without waiting for the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,6 +55,12 @@ class Reports:
     def restart_clock(self) -> None:
         """Measures the time of the compilation from now on."""
         self.clock = Clock()
+
+    def waiting(self, for_what: str) -> contextlib.AbstractContextManager:
+        """Displays that the run waits."""
+        if self.progress is None:
+            return contextlib.nullcontext()
+        return self.progress.waiting(for_what)
 
     def say(self, at: int, text: str) -> None:
         """Displays a line, and records it as an event."""
