@@ -297,8 +297,6 @@ class _Server:
         body = await self._body(request)
         read = lambda: _read(model, body, request.headers.get(_protocol.LENGTH))
         asked, arrays = read() if len(body) < 1 << 16 else await asyncio.to_thread(read)
-        if not model.batched:
-            self.metrics.add("fnet_unbatched_requests_total", model=model.name)
         async with asyncio.timeout(self.options.timeout):
             outputs = await asyncio.wrap_future(batcher.submit(arrays))
         small = sum(y.size for y in outputs) < 1 << 14

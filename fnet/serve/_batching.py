@@ -13,8 +13,16 @@ import numpy as np
 
 
 class Alone(Exception):
-    """Raised by a computation that finds out that requests must not be combined. From then on, the
-    batcher computes each by itself."""
+    """Raised by a computation of requests that must not be combined, split or padded.
+
+    Attributes:
+        cause: "rows" (they are not proved to be independent), "padding" (it is not proved to reach
+            no output) or "condition" (of a proof; the inputs do not fulfill it).
+    """
+
+    def __init__(self, cause: str, message: str = ""):
+        super().__init__(message)
+        self.cause = cause
 
 
 class Full(RuntimeError):
@@ -36,30 +44,42 @@ class Batcher:
     wait for the next batch. Two requests can be in the same batch only if their inputs have equal
     dtypes, and equal shapes except for the first axis.
 
+    If a batch must not be computed together, its halves are tried, and so on, so that a few requests
+    which break the condition of a proof do not keep the others apart.
+
     Attributes:
         max_batch: the argument. It may be changed while no request waits.
+        cause: why every request is computed by itself, or None. It may be changed, too.
 
     Args:
-        compute: a function of a list of arrays that returns a list of arrays. If `max_batch` is not
-            1, the first axis of all arrays is the batch axis.
+        compute: a function of a list of arrays that returns a list of arrays, or raises `Alone`. If
+            `max_batch` is not 1, the first axis of all arrays is the batch axis.
+        alone: a function that computes the arrays of one request for which `compute` raises `Alone`.
+            Default: none does.
         max_batch: the maximum number of rows of a batch. A request with more than `max_batch` rows
             is not combined with other requests.
         max_delay: the maximum time in seconds to wait for more requests.
         max_queue: the maximum number of requests in the queue.
         observe: a function that is called with the number of rows and the time in seconds of each
             batch. Default: does nothing.
+        apart: a function that is called with the cause for each request that is computed by itself
+            because of `Alone` or `cause`. Default: does nothing.
     """
 
     def __init__(
         self,
         compute: Callable[[list], list],
+        alone: Callable[[list], list] | None = None,
         *,
         max_batch: int,
         max_delay: float,
         max_queue: int,
         observe: Callable[[int, float], None] = lambda rows, seconds: None,
+        apart: Callable[[str], None] = lambda cause: None,
     ):
-        self._compute, self._observe = compute, observe
+        self._compute, self._alone = compute, alone
+        self._observe, self._apart = observe, apart
+        self.cause: str | None = None
         self.max_batch, self._max_delay, self._max_queue = max_batch, max_delay, max_queue
         self._queue: collections.deque[_Request] = collections.deque()
         self._changed, self._closed = threading.Condition(), False
@@ -96,7 +116,7 @@ class Batcher:
         while batch := self._next():
             batch = [request for request in batch if request.future.set_running_or_notify_cancel()]
             if batch:
-                self._run(batch)
+                self._run(batch, self.cause)
 
     def _next(self) -> list[_Request]:
         """Returns the requests of the next batch, or an empty list if the batcher is closed and no
@@ -122,28 +142,34 @@ class Batcher:
             self._queue.extendleft(reversed(others))
             return batch
 
-    def _run(self, batch) -> None:
+    def _run(self, batch, cause: str | None) -> None:
+        """Computes requests; `cause` is that for which they are not computed with others."""
         start = time.perf_counter()
+        parts = [request.arrays for request in batch]
+        single = len(parts) == 1
         try:
-            if len(batch) == 1:
-                outputs = self._compute(batch[0].arrays)
-            else:
+            try:
                 outputs = self._compute(
-                    [np.concatenate(parts) for parts in zip(*(r.arrays for r in batch))]
+                    parts[0] if single else [np.concatenate(xs) for xs in zip(*parts)]
                 )
-        except Alone:
-            self.max_batch = 1
-            for request in batch:
-                self._run([request])
-            return
+            except Alone as error:
+                cause = error.cause
+                if not single:
+                    half = len(batch) // 2
+                    self._run(batch[:half], cause)
+                    self._run(batch[half:], cause)
+                    return
+                assert self._alone is not None
+                outputs = self._alone(parts[0])
         except BaseException as error:  # of any type, because the clients wait for an answer
             for request in batch:
                 request.future.set_exception(error)
             return
+        if single and cause is not None:
+            self._apart(cause)
         self._observe(sum(request.rows for request in batch), time.perf_counter() - start)
         first = 0
         for request in batch:
-            whole = len(batch) == 1
-            part = outputs if whole else [y[first : first + request.rows] for y in outputs]
+            part = outputs if single else [y[first : first + request.rows] for y in outputs]
             first += request.rows
             request.future.set_result(part)

@@ -42,6 +42,7 @@ class Served(Protocol):
     padded: Callable
     cut: Callable
     run: Callable
+    tried: Callable
 
 
 class Dependent(ValueError):
@@ -77,6 +78,8 @@ def check_rows(model: Served, max_batch: int) -> None:
         rows = _Rows(model, sizes)
         for size in batches[:2] if first else batches:
             rows.check(size)
+        if not rows.compared:
+            raise Dependent("no batch of the test fulfills the conditions of the proof")
         _require_information(model, rows.alone, "other rows")
 
 
@@ -94,8 +97,11 @@ def check_padding(model: Served) -> None:
     alone = [(name, {name}) for name in model.pad]
     together = [(", ".join(model.pad), set(model.pad))] if len(model.pad) > 1 else []
     for what, names in alone + together:
-        natural = _natural(model, names)
-        cases = [(sizes, model.drawn(sizes, scale)) for sizes in natural for scale in _SCALES]
+        cases = [
+            (sizes, model.drawn(sizes, scale))
+            for sizes in natural(model, names)
+            for scale in _SCALES
+        ]
         cases += [
             (sizes, inputs)
             for sizes, inputs in _stored(model)
@@ -182,12 +188,15 @@ class _Rows:
             _require_information(model, [], "other rows")
         self.rows, self.alone = zip(*usable)
         self.hostile = list(_hostile(self.rows[0]))
+        self.compared = False
 
     def check(self, size: int) -> None:
         """Compares the outputs of batches of `size` rows with those of the rows alone, and with one
         another."""
         own = [i % len(self.rows) for i in range(size)]
         base = self._run([self.rows[i] for i in own])
+        if base is None:
+            return  # the server computes such requests one by one
         self._compare(base, range(size), [self.alone[i] for i in own], self.model.tolerance)
         moved = [(i + 1) % len(self.rows) for i in range(size)]
         for order in (
@@ -217,10 +226,13 @@ class _Rows:
         for start in 0, 1:
             yield range(start, size, 2), lambda i: self.hostile[i // 2 % len(self.hostile)]
 
-    def _run(self, rows) -> list[np.ndarray]:
-        return self.model.run([np.concatenate(parts) for parts in zip(*rows)])
+    def _run(self, rows) -> list[np.ndarray] | None:
+        return self.model.tried([np.concatenate(parts) for parts in zip(*rows)])
 
     def _compare(self, outputs, positions, wanted, tolerance):
+        if outputs is None:
+            return
+        self.compared = True
         for i, row in zip(positions, wanted):
             for (name, _), got, want in zip(self.model.outputs, outputs, row):
                 if not _close(got[i : i + 1], want, tolerance):
@@ -356,7 +368,7 @@ def several(model: Served) -> list[dict[str, int]]:
     return found[:2]
 
 
-def _natural(model: Served, names: set[str]) -> list[dict[str, int]]:
+def natural(model: Served, names: set[str]) -> list[dict[str, int]]:
     """Returns sizes for which the server pads exactly the axes `names`: the ends of the ranges
     below the padded
     sizes. The list is empty if there are no such sizes."""

@@ -13,7 +13,7 @@ _HELP = {
     "fnet_request_seconds": "time from the body to the response",
     "fnet_batch_rows": "rows that were computed together",
     "fnet_compute_seconds": "time of the computation of a batch",
-    "fnet_unbatched_requests_total": "requests computed alone, because rows are not independent",
+    "fnet_unbatched_requests_total": "requests computed alone, by cause: rows, padding, condition",
     "fnet_queue_requests": "requests that wait",
     "fnet_generated_tokens_total": "tokens of generated texts",
     "fnet_programs": "compiled programs",

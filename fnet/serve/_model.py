@@ -4,6 +4,7 @@ computation."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
 import re
@@ -53,6 +54,7 @@ class Model:
         batched: whether requests may be combined, split and padded along the first axis. False
             until `warm` has shown that the rows are independent.
         not_batched: the reason why `batched` is False, or None.
+        conditions: the conditions under which rows are proved to be independent, in words, or "".
         tolerance: the largest difference between the outputs of programs for other sizes, divided
             by the largest element: each rounds in its own order.
         rounding: the same for two calls of one program: 0 on a CPU.
@@ -100,7 +102,10 @@ class Model:
         )
         self._max_batch, self.max_batch, self.batched = max_batch, 1, False
         self.not_batched: str | None = "the model is not ready"
+        self.conditions, self._conditional = "", False
         self._assumed = assume_independent_rows
+        self._proofs: collections.OrderedDict[tuple, _proof.Proofs] = collections.OrderedDict()
+        self._masks: dict[str, list[int | None]] = {}  # {padded variable: what may hide it}
         self.variables = sorted(
             set().union(*(_words(n) for _, leaf in both for n in leaf["shape"]), elsewhere)
             - {self.rows_name}
@@ -136,14 +141,18 @@ class Model:
 
     def compute(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Computes the outputs for inputs that `bound` returned. If the rows are independent, they
-        are computed in parts of at most `max_batch` rows, otherwise all at once."""
+        are computed in parts of at most `max_batch` rows, otherwise all at once.
+
+        Raises:
+            Alone: they must not be combined, split or padded, and `run` is right for each request.
+        """
         sizes = self.sizes(arrays)
         arrays = self.padded(arrays, sizes, [0] * len(arrays))
         if not self.batched:
-            outputs = self.run(arrays)
+            outputs = self.together(arrays, sizes, rows=False)
         else:
             pieces = [
-                self._piece([x[i : i + self.max_batch] for x in arrays])
+                self._piece([x[i : i + self.max_batch] for x in arrays], sizes)
                 for i in range(0, len(arrays[0]), self.max_batch)
             ]
             outputs = (
@@ -211,7 +220,7 @@ class Model:
             one(_signature.shape(leaf, sizes), np.dtype(leaf["dtype"])) for _, leaf in self.inputs
         ]
 
-    def _piece(self, arrays):
+    def _piece(self, arrays, sizes):
         """Computes the outputs for at most `max_batch` rows. Copies of the last row are added until
         the number of rows is a power of two or `max_batch`, so that few programs are compiled."""
         rows = len(arrays[0])
@@ -221,7 +230,52 @@ class Model:
                 np.concatenate([x, np.broadcast_to(x[-1:], (size - rows, *x.shape[1:]))])
                 for x in arrays
             ]
-        return [y[:rows] for y in self.run(arrays)]
+        several = size > 1 and self._proves_rows
+        return [y[:rows] for y in self.together(arrays, sizes, rows=several)]
+
+    def together(
+        self, arrays: Sequence[np.ndarray], kept: Mapping[str, int], *, rows: bool
+    ) -> list[np.ndarray]:
+        """Computes the outputs for inputs that are padded from the sizes `kept`. `rows` states
+        whether their rows must be independent.
+
+        Raises:
+            Alone: the rows are not proved to be independent, or the padding to reach no output, or
+                the inputs break a condition of these proofs.
+        """
+        sizes = self.sizes(arrays)
+        padded = [name for name in self.pad if kept[name] < sizes[name]]
+        if not rows and not padded:
+            return self.run(arrays)
+        proofs = self._proved(sizes)
+        if rows:
+            proofs.rows()
+        for name in padded:
+            proofs.padding(name, self._masks.get(name, ()), kept[name], arrays)
+        if not proofs.conditional:
+            return self.run(arrays)
+        return self._run_checked(proofs, list(arrays))
+
+    def _proved(self, sizes: Mapping[str, int]) -> _proof.Proofs:
+        key = tuple(sorted(sizes.items()))
+        proofs = self._proofs.pop(key, None) or _proof.Proofs(self, sizes)
+        self._proofs[key] = proofs  # the latest is the last
+        if len(self._proofs) > _PROGRAMS:
+            self._proofs.popitem(last=False)
+        return proofs
+
+    def _run_checked(self, proofs: _proof.Proofs, arrays: list) -> list[np.ndarray]:
+        """Computes the outputs, and in the same program whether the inputs, as they are combined and
+        padded, fulfill the conditions of proofs."""
+        weights = {name: self.bundle.arrays[name] for name in self._description["weights"]}
+        if proofs.compiled is None:
+            computed = jax.jit(proofs.checked())
+            computed = ft.tune(computed) if self._stable else computed
+            proofs.compiled = computed.lower(weights, arrays).compile()
+        error, outputs = proofs.compiled(weights, arrays)
+        if error.get() is not None:
+            raise Alone("condition", error.get())
+        return [np.asarray(y) for y in outputs]
 
     def run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Computes the outputs for inputs of exactly these sizes, neither padded nor split."""
@@ -230,21 +284,10 @@ class Model:
         arrays = list(arrays)
         program = self._programs.get(key)
         if program is None:
-            if self.batched and not self._assumed and len(arrays[0]) > 1:
-                self._require_proof(arrays)
             program = self._programs[key] = self._compiled(weights, arrays)
             if len(self._programs) > _PROGRAMS:
                 self._programs.popitem(last=False)
         return [np.asarray(y) for y in program(weights, arrays)]
-
-    def _require_proof(self, arrays: Sequence[np.ndarray]) -> None:
-        """Raises Alone if rows of these sizes are not proved to be independent, as they are at the
-        sizes that `warm` looked at."""
-        reason = _proof.rows(self, self.sizes(arrays))
-        if reason is not None:
-            self.batched, self.not_batched, self.max_batch = False, reason, 1
-            _LOG.warning("%s: requests are computed one by one, because %s", self.name, reason)
-            raise Alone
 
     def _compiled(self, weights, arrays):
         """Returns the compiled program for the shapes of `arrays`.
@@ -269,11 +312,13 @@ class Model:
 
     @property
     def programs(self) -> int:
-        return len(self._programs)
+        return len(self._programs) + sum(
+            each.compiled is not None for each in self._proofs.values()
+        )
 
     def warm(self) -> None:
-        """Tests whether the rows of a batch are independent, and that padding has no effect on the
-        outputs. Compiles the programs for the batch sizes and padded sizes that can occur, if all
+        """Proves and tests whether the rows of a batch are independent, and whether padding reaches
+        no output. Compiles the programs for the batch sizes and padded sizes that can occur, if all
         sizes are known in advance.
 
         Raises:
@@ -292,6 +337,15 @@ class Model:
             _LOG.warning(
                 "%s: requests are computed one by one, because %s", self.name, self.not_batched
             )
+        for name in self.pad:
+            if (reason := self._find_masks(name)) is not None:
+                _LOG.warning(
+                    "%s: requests that need padding of %s are computed one by one and unpadded, "
+                    "because %s",
+                    self.name,
+                    name,
+                    reason,
+                )
         tested, self._programs = self._programs, collections.OrderedDict()
         free = [name for name in self.variables if name not in self.pad]
         batches = sorted(
@@ -300,14 +354,50 @@ class Model:
         for rows, *sizes in itertools.islice(
             itertools.product(batches, *self.pad.values()), 0 if free else _WARMED
         ):
-            known = {self.rows_name: rows, **dict(zip(self.pad, sizes))}
-            inputs = [
-                np.zeros(_signature.shape(leaf, known), leaf["dtype"]) for _, leaf in self.inputs
-            ]
-            key = tuple(x.shape for x in inputs)
-            if key in tested:
-                self._programs[key] = tested[key]
-            self.run(inputs)
+            self._compile({self.rows_name: rows, **dict(zip(self.pad, sizes))}, tested)
+        self.conditions = _proof.in_words(self._proofs.values())
+        if self.conditions:
+            _LOG.warning(
+                "%s: requests are computed together if %s; others one by one",
+                self.name,
+                self.conditions,
+            )
+
+    def _compile(self, sizes: dict[str, int], tested: Mapping[tuple, Any]) -> None:
+        """Compiles the program for some sizes, as a padded request needs it, if one has them."""
+        kept = {
+            name: size - 1 if name in self._masks and size - 1 not in (0, *self.pad[name]) else size
+            for name, size in sizes.items()
+        }
+        kept = kept if self.allows(kept) else sizes
+        inputs = self.padded(_proof.typical(self, kept), kept, [0] * len(self.inputs))
+        key = tuple(x.shape for x in inputs)
+        if key in tested:
+            self._programs[key] = tested[key]
+        with contextlib.suppress(Alone):
+            self.together(inputs, kept, rows=len(inputs[0]) > 1 and self._proves_rows)
+
+    @property
+    def _proves_rows(self) -> bool:
+        return self.batched and not self._assumed
+
+    def _find_masks(self, name: str) -> str | None:
+        """Looks for what hides the padding of a size variable. Returns the reason why the padding is
+        not proved to reach no output, or None if it is, or none is ever needed."""
+        reasons = []
+        for sizes in _independence.natural(self, {name})[:1]:
+            arrays = self.padded(_proof.typical(self, sizes), sizes, [0] * len(self.inputs))
+            proofs = self._proved(self.sizes(arrays))
+            for mask in _proof.masks(self, name):
+                try:
+                    proofs.padding(name, [mask], sizes[name], arrays)
+                except Alone as error:
+                    reasons.append(str(error))
+                else:
+                    self._masks.setdefault(name, []).append(mask)
+                    if mask is None:
+                        return None
+        return None if name in self._masks or not reasons else reasons[0]
 
     def _dependence(self) -> str | None:
         """Returns the reason why the rows are not known to be independent, or None."""
@@ -330,9 +420,22 @@ class Model:
         the same for all sizes, so a few stand for the others until one is compiled."""
         for sizes in _independence.several(self):
             for count in {2, 3, self._max_batch}:
-                if (reason := _proof.rows(self, {**sizes, self.rows_name: count})) is not None:
-                    return reason
+                try:
+                    verdict = self._proved({**sizes, self.rows_name: count}).rows()
+                except Alone as error:
+                    return str(error)
+                self._conditional = self._conditional or bool(verdict.conditions)
         return None
+
+    def tried(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+        """Returns the outputs of a batch of the test, or None if the server would not compute it,
+        because it breaks a condition of a proof."""
+        if not self._conditional:
+            return self.run(arrays)
+        try:
+            return self.together(arrays, self.sizes(arrays), rows=True)
+        except Alone:
+            return None
 
 
 def _padded(x, shape, name, size, fill):

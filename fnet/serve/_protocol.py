@@ -71,6 +71,8 @@ def metadata(model: Model, versions: list[str]) -> dict:
     }
     if model.not_batched:
         parameters["not_batched"] = model.not_batched
+    if model.conditions:
+        parameters["batched_if"] = model.conditions
     if bundle.labels:
         parameters["labels"] = bundle.labels
     return {

@@ -84,10 +84,12 @@ class Repository:
             if servable(model):
                 batcher = Batcher(
                     model.compute,
+                    model.run,
                     max_batch=model.max_batch,
                     max_delay=options.max_delay,
                     max_queue=options.max_queue,
                     observe=_observer(metrics, model),
+                    apart=_counter(metrics, model),
                 )
                 self.models.setdefault(full, {})[version] = model, batcher
 
@@ -114,6 +116,7 @@ class Repository:
             for model, batcher in self.all():
                 model.warm()
                 batcher.max_batch = model.max_batch
+                batcher.cause = None if model.batched else "rows"
             self.ready = True
         except (
             Exception
@@ -140,3 +143,7 @@ def _observer(metrics, model):
         metrics.observe("fnet_compute_seconds", seconds, **labels)
 
     return observe
+
+
+def _counter(metrics, model):
+    return lambda cause: metrics.add("fnet_unbatched_requests_total", model=model.name, cause=cause)

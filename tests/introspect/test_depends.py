@@ -544,7 +544,7 @@ def test_errors_of_segments():
     with pytest.raises(ValueError, match="axes= must name each axis of this argument"):
         report.check(segments="segment_ids")
     with pytest.raises(
-        ValueError, match="segments='ids': the arguments of the function are x, segment_ids"
+        ValueError, match="'ids' is no array; the arguments of the function are x, segment_ids"
     ):
         report.check(segments="ids")
     described = jax.ShapeDtypeStruct((4, 6), np.int32)

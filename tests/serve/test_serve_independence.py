@@ -14,7 +14,7 @@ from checks import close
 from fnet import export, serve
 from fnet import layers as nn
 from fnet.serve import _model, _proof
-from fnet.serve._batching import Batcher
+from fnet.serve._batching import Alone, Batcher
 from fnet.serve._model import Model
 
 pytest.importorskip("starlette")
@@ -85,11 +85,6 @@ DEPENDENT = {  # name: (function, specs, the reason)
         lambda p, x: jnp.where(jnp.isnan(x).any(), 0, p * x),
         X,
         "breaks it is reduce_or,",
-    ),
-    "NaN times 0": (
-        lambda p, x: p * x + 0 * x.sum(0, keepdims=True),
-        X,
-        "proved if operand 1 of mul is finite",
     ),
     "a tiny share": (
         lambda p, x: p * x + 1e-6 * jnp.clip(x, -1, 1).sum(0, keepdims=True),
@@ -194,9 +189,6 @@ def test_independent_rows_are_batched(name, tmp_path):
 
 
 def test_what_is_not_proved_is_batched_only_by_an_explicit_assumption(tmp_path):
-    """The rows of this program are independent only as long as all are finite."""
-    f = lambda p, x: p * x + 0 * jnp.clip(x, -1, 1).sum(0, keepdims=True)
-    assert not model_of(tmp_path, f, X).batched
     sure = lambda p, x: jnp.where(x.sum() < jnp.inf, p * x, p * x)
     assert "breaks it is reduce_sum," in model_of(tmp_path, sure, X).not_batched
     softmax, specs, _ = DEPENDENT["softmax"]
@@ -206,20 +198,88 @@ def test_what_is_not_proved_is_batched_only_by_an_explicit_assumption(tmp_path):
     assert not model_of(tmp_path, loop, X, assume=True).batched
 
 
+def batcher_of(model, causes, **options):
+    """A batcher of the requests of a model, which appends the causes for which some are computed
+    alone."""
+    options = {"max_batch": model.max_batch, "max_delay": 0.2, "max_queue": 99, **options}
+    return Batcher(model.compute, model.run, apart=causes.append, **options)
+
+
 def test_sizes_without_a_proof_are_computed_alone(tmp_path, monkeypatch):
     """The proof is made again for each size that is compiled."""
     model = model_of(tmp_path, lambda p, x: p * x, {"x": ("b, t",)})
     assert model.batched
-    proved = _proof.rows
-    reason = lambda model, sizes: "t is 5" if sizes["t"] == 5 else proved(model, sizes)
-    monkeypatch.setattr(_proof, "rows", reason)
-    batcher = Batcher(model.compute, max_batch=4, max_delay=0.2, max_queue=9)
+    proved = _proof.Proofs.rows
+
+    def rows(self):
+        if self._sizes["t"] == 5:
+            raise Alone("rows", "t is 5")
+        return proved(self)
+
+    monkeypatch.setattr(_proof.Proofs, "rows", rows)
+    causes = []
+    batcher = batcher_of(model, causes)
     requests = [np.full((1, t), i, np.float32) for i, t in enumerate((3, 3, 5, 5, 3))]
     answers = [batcher.submit([x]) for x in requests]
     for x, answer in zip(requests, answers):
         np.testing.assert_array_equal(answer.result()[0], 2 * x)
     batcher.close()
-    assert not model.batched and model.not_batched == "t is 5" and batcher.max_batch == 1
+    assert model.batched and batcher.max_batch == 4 and causes == ["rows", "rows"]
+
+
+def hidden(p, x):
+    """What an expert would add, multiplied by a mask that hides all of it."""
+    return p * x + jnp.zeros((), x.dtype) * x.sum(0, keepdims=True)
+
+
+def layers(p, x):
+    return jax.lax.scan(lambda x, w: (hidden(p, x) * w, None), x, jnp.array([0.5, 2, 1]))[0]
+
+
+CONDITIONAL = {"hidden": hidden, "in a loop over layers": layers}
+
+
+@pytest.mark.quick_cases("in a loop over layers")
+@pytest.mark.parametrize("name", CONDITIONAL)
+def test_requests_are_batched_as_long_as_the_conditions_of_the_proof_hold(name, tmp_path, caplog):
+    f = CONDITIONAL[name]
+    model = model_of(tmp_path, f, X)
+    line = "model: requests are computed together if operand 1 of mul is finite; others one by one"
+    assert model.batched and line in caplog.text
+    causes, sizes = [], []
+    batcher = batcher_of(model, causes, observe=lambda rows, seconds: sizes.append(rows))
+    draw = np.random.default_rng(0)
+    finite = [draw.normal(size=(1, 3)).astype(np.float32) for _ in range(4)]
+    answers = [batcher.submit([x]) for x in finite]
+    for x, answer in zip(finite, answers):
+        np.testing.assert_allclose(answer.result()[0], f(TWO, jnp.asarray(x)), 1e-6)
+    assert causes == [] and sizes == [4]
+    finite[2] = np.full((1, 3), np.nan, np.float32)
+    answers = [batcher.submit([x]) for x in finite]
+    for x, answer in zip(finite, answers):
+        np.testing.assert_allclose(answer.result()[0], f(TWO, jnp.asarray(x)), 1e-6)
+    batcher.close()
+    assert causes == ["condition"] * 2 and sizes == [4, 2, 1, 1]  # one neighbor is alone, too
+    two = np.stack([finite[0][0], finite[2][0]])
+    with pytest.raises(Alone):  # one request of two rows, too, which is then not filled or split
+        model.compute([two])
+
+
+def test_the_conditions_are_checked_for_the_batch_as_it_is_computed(tmp_path):
+    """Each row is finite, and so is their sum without the copies that fill the batch."""
+    model = model_of(tmp_path, hidden, X)
+    large = [np.full((1, 3), 1.1e38, np.float32) for _ in range(3)]
+    (alone,) = model.compute([large[0]])
+    assert np.isfinite(alone).all()
+    assert np.isfinite(model.run([np.concatenate(large)])[0]).all()
+    with pytest.raises(Alone):
+        model.compute([np.concatenate(large)])
+    causes = []
+    batcher = batcher_of(model, causes, max_batch=3)
+    for answer in [batcher.submit([x]) for x in large]:
+        np.testing.assert_array_equal(answer.result()[0], alone)
+    batcher.close()
+    assert causes == ["condition"]  # a batch of the other two fulfills it
 
 
 @pytest.mark.exhaustive
@@ -338,7 +398,68 @@ def test_padding_is_tested(name, tmp_path):
         return
     model.warm()
     inputs = model.drawn({**dict.fromkeys(model.variables, 3), "b": 2}, 1.0, 5)
+    if name == "a mask":
+        inputs[1] = np.float32(inputs[1] > 0)
     close(model.compute(model.bound(inputs)), jax.tree.leaves(model.bundle(*inputs)), 1e-6)
+
+
+def attend(p, x, lengths):
+    """Attention with a mask of numbers, and the mean of what it returns."""
+    inside = jnp.arange(x.shape[1])[None] < lengths[:, None]
+    scores = jnp.einsum("btd,bsd->bts", x, x) + jnp.where(inside, jnp.float32(0), -1e9)[:, None]
+    y = jax.nn.softmax(scores) @ (p * x)
+    return jnp.where(inside[..., None], y, 0).sum(1) / lengths[:, None].astype(x.dtype)
+
+
+ATTEND = {"x": ("b, t, 3",), "lengths": ("b", "int32")}
+
+
+def test_padding_rests_on_a_proof(tmp_path, caplog):
+    model = model_of(tmp_path, attend, ATTEND, pad={"t": (4, 8)})
+    assert model.batched and model._masks == {"t": [1]} and "computed together if" in caplog.text
+    draw = np.random.default_rng(0)
+    for t in (1, 3, 4, 6, 7, 8):
+        inputs = [
+            draw.normal(size=(3, t, 3)).astype(np.float32),
+            np.array([t, 1, (t + 1) // 2], np.int32),
+        ]
+        close(model.compute(inputs), jax.tree.leaves(model.bundle(*inputs)), 1e-5)
+    inputs = [np.full((2, 3, 3), 2e4, np.float32), np.array([3, 1], np.int32)]
+    with pytest.raises(Alone) as caught:  # the scores are larger than the mask
+        model.compute(inputs)
+    assert caught.value.cause == "condition"
+
+
+def test_lengths_that_are_not_proved_are_not_padded(tmp_path):
+    """The test of padding does not try six positions, for which this program forgets its mask."""
+
+    def f(p, x, n):
+        kept = jnp.where(jnp.arange(x.shape[1])[None] < n[:, None], x, 0).sum(1)
+        return p * jnp.where(n == 6, x.sum(1), kept)
+
+    model = model_of(tmp_path, f, {"x": ("b, t",), "n": ("b", "int32")}, pad={"t": (16,)})
+    causes = []
+    batcher = batcher_of(model, causes)
+    for t in (5, 6, 7):
+        inputs = [np.arange(t, dtype=np.float32)[None], np.array([t], np.int32)]
+        (got,) = batcher.submit(inputs).result()
+        np.testing.assert_allclose(got, [t * (t - 1)], 1e-6)
+        assert causes == (["padding"] if t > 5 else [])
+    batcher.close()
+    with pytest.raises(Alone, match="with output position 0 and input position 15"):
+        model.compute([np.ones((2, 7), np.float32), np.array([5, 6], np.int32)])
+
+
+def test_padding_without_a_proof_is_announced(tmp_path, caplog):
+    """A sum that forgets the mask where it is too small to be seen in the test."""
+    f = lambda p, x, mask: p * jnp.where(mask > 0, x, 0).sum(1) + jnp.float32(1e-30) * x.sum(1)
+    specs = {"x": ("b, t",), "mask": ("b, t", "int32")}
+    model = model_of(tmp_path, f, specs, pad={"t": (4,)})
+    assert "requests that need padding of t are computed one by one and unpadded" in caplog.text
+    with pytest.raises(Alone, match="the padding of t is not proved to reach no output"):
+        model.compute([np.ones((1, 3), np.float32), np.ones((1, 3), np.int32)])
+    (got,) = model.compute([np.ones((1, 4), np.float32), np.ones((1, 4), np.int32)])
+    np.testing.assert_array_equal(got, [8])
 
 
 def test_a_model_keeps_the_latest_programs(tmp_path, monkeypatch):

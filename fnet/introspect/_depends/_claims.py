@@ -46,13 +46,13 @@ class Claim:
 
     def broken(self, outputs: Sequence[Reach]) -> tuple[int, tuple[int, int]] | None:
         """The first output for which the claim is not proved, and the `violation`."""
-        for k, along in self.axis.targets.items():
+        for k, along in self.compared(len(outputs)).items():
             pair = self.violation(outputs[k], along, k)
             if pair is not None:
                 return k, pair
         return None
 
-    def violation(self, reach: Reach, axis: int, output: int | None) -> tuple[int, int] | None:
+    def violation(self, reach: Reach, axis: Any, output: int | None) -> tuple[int, int] | None:
         """A pair (output position, input position) that the claim excludes and a value allows."""
         return None
 
@@ -60,7 +60,11 @@ class Claim:
         """Whether the claim excludes that output positions i depend on input position j."""
         return np.zeros(i.shape, bool)
 
-    def leak(self, at: tuple[int, int, int], differs: Callable) -> int | None:
+    def compared(self, count: int) -> dict[int, int | None]:
+        """{output: its axis} of the outputs, of `count`, about which the claim says something."""
+        return dict(self.axis.targets)
+
+    def leak(self, at: tuple[int, Any, int], differs: Callable) -> int | None:
         """A position of an output that differs although the claim excludes it, or None.
 
         Args:
@@ -158,12 +162,51 @@ class Segments(Claim):
                 return i, int(where[row, i])
         return None
 
-    def leak(self, at: tuple[int, int, int], differs: Callable) -> int | None:
+    def leak(self, at: tuple[int, Any, int], differs: Callable) -> int | None:
         output, axis, j = at
         rows = self.rows.get(output)
         found = differs((axis,))[None] if rows is None else differs((rows, axis))
         wrong = np.argwhere(found & (self.ids != self.ids[:, [j]]))
         return int(wrong[0][1]) if len(wrong) else None
+
+
+class Padding(Claim):
+    """What comes after a length along an axis reaches nothing that is kept: no result without the
+    axis, and none of its first positions.
+
+    Args:
+        length: the number of positions that are kept.
+        constants: {input: array} of the inputs whose numbers count, such as a mask.
+    """
+
+    def __init__(self, axis: Axis, name: Any, length: int, constants: Mapping[int, np.ndarray]):
+        super().__init__(axis, name)
+        self.text = f"independent of {name!r} from {length} on"
+        self.length, self.constants = length, dict(constants)
+        for index in constants:
+            self.sources.pop(index, None)
+
+    def compared(self, count: int) -> dict[int, int | None]:
+        return {k: self.axis.targets.get(k) for k in range(count)}
+
+    def violation(self, reach: Reach, axis: int | None, output: int | None) -> Any:
+        if axis is None:
+            last = int(reach.high.max(initial=-1))
+            return (0, last) if last >= self.length else None
+        _, high = along(reach, (axis,))
+        kept = high[: self.length]
+        return _first(kept >= self.length, kept)
+
+    def leak(self, at: tuple[int, Any, int], differs: Callable) -> int | None:
+        _, axis, j = at
+        if j < self.length:
+            return None
+        found = np.atleast_1d(differs(() if axis is None else (axis,)))
+        wrong = np.flatnonzero(found[: self.length])
+        return int(wrong[0]) if len(wrong) else None
+
+    def bad(self, reach: Reach) -> bool:
+        return bool((reach.high >= self.length).any()) and super().bad(reach)
 
 
 def along(reach: Reach, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

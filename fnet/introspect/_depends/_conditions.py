@@ -40,6 +40,11 @@ class Condition:
     path: str
     eqn: Any = dataclasses.field(repr=False)
 
+    @property
+    def key(self) -> tuple:
+        """Equal for equal conditions on one program."""
+        return id(self.eqn), self.kind, self.operand, self.bound
+
     def __str__(self) -> str:
         what = "the result" if self.operand is None else f"operand {self.operand}"
         place = f" in {self.path}" if self.path else ""

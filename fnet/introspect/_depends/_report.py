@@ -8,15 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fnet.introspect._depends import _symbolic, _trials
+from fnet.introspect._depends._checks import checked
 from fnet.introspect._depends._claims import (
     Axis,
     Causal,
     Claim,
     Independent,
+    Padding,
     Segments,
     along,
     first_break,
@@ -37,11 +38,9 @@ from fnet.jaxpr import (
     Interpreter,
     Traced,
     array_leaves,
-    bodies,
     check_function,
     is_array,
     mutable,
-    solve_inputs,
     title,
 )
 
@@ -82,7 +81,7 @@ class Verdict:
 
     def holds(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a batch fulfills the conditions: arguments as those of `depends`, of the same
-        shapes. A condition in a branch or loop that does not run counts as not fulfilled.
+        shapes.
 
         Raises:
             ValueError: the arguments have other shapes or dtypes.
@@ -98,7 +97,10 @@ class Verdict:
             raise ValueError(f"holds: expected arrays {expected}, got {types}")
         if any(not np.array_equal(arrays[i], x) for i, x in self._constants.items()):
             return False
-        return self.status == "proved" or _fulfilled(closed, opened, self.conditions, arrays)
+        if self.status == "proved":
+            return True
+        error, _ = checked(closed, opened, self.conditions)(*arrays)
+        return error.get() is None
 
     def __str__(self) -> str:
         if self.status == "proved":
@@ -161,6 +163,7 @@ class Dependence:
         self._axes = dict(axes)
         self._outputs = list(names)
         self._arguments = arguments
+        self._opened: dict = {}
 
     @property
     def closed(self) -> Any:
@@ -175,7 +178,41 @@ class Dependence:
             trials: whether to look for a counterexample if the claim is not proved. It runs the
                 function, which a loop could keep from ending. Default True.
         """
-        claim = self._claim(kind, axis)
+        return self._decided(self._claim(kind, axis), trials)
+
+    def padding(
+        self,
+        axis: str | int,
+        length: int,
+        *,
+        known: Mapping[str, Any] | None = None,
+        trials: bool = True,
+    ) -> Verdict:
+        """Returns the `Verdict` that what comes after the first `length` positions of the arguments
+        reaches nothing that is kept: the first `length` positions of the results along the axis, and
+        results without this axis.
+
+        Args:
+            axis: the name of an axis.
+            length: the number of positions that are kept.
+            known: {argument: array}, such as a mask: the claim is for these values of it. An array
+                in a tree has a name such as "batch['mask']". Default: none.
+            trials: as for `verdict`.
+
+        Raises:
+            ValueError: the axis or an argument is unknown.
+
+        >>> mean = lambda x, mask: jnp.where(mask, x, 0).sum() / mask.sum().astype(x.dtype)
+        >>> report = introspect.depends(mean, jnp.ones(4), jnp.ones(4, bool), axes={"t": (0, None)})
+        >>> report.padding("t", 3).status
+        'refuted'
+        >>> report.padding("t", 3, known={"mask": jnp.array([True, True, True, False])}).status
+        'proved'
+        """
+        constants = {self._index(name): np.asarray(x) for name, x in (known or {}).items()}
+        return self._decided(Padding(self._axis(axis), axis, length, constants), trials)
+
+    def _decided(self, claim: Claim, trials: bool) -> Verdict:
         for allowed, largest in ((False, FEW), (False, MOST), (True, MOST)):
             walk, outputs = self._reaches(claim, Assumptions(allowed, largest))
             broken = claim.broken(outputs)
@@ -192,9 +229,9 @@ class Dependence:
         if trials:
             found, count = _trials.find(
                 lambda *arrays: Interpreter().outputs(self.closed, arrays),
-                self._traced.arrays,
+                [claim.constants.get(i, x) for i, x in enumerate(self._traced.arrays)],
                 claim.sources,
-                dict(claim.axis.targets),
+                claim.compared(len(self.closed.jaxpr.outvars)),
                 claim.leak,
                 positions,
             )
@@ -209,6 +246,27 @@ class Dependence:
             count,
             dict(walk.opaque),
         )
+
+    def checked(self, *verdicts: Verdict) -> Callable:
+        """Returns a function of the arguments that returns (error, result), where `error.get()` is
+        None if the conditions of some verdicts of this report hold. It can be compiled, and then
+        costs little more than the function alone.
+
+        >>> report = introspect.depends(lambda x: x + 0 * x.sum(), jnp.ones(3))
+        >>> f = jax.jit(report.checked(report.verdict("independent", 0)))
+        >>> error, y = f(jnp.array([1, 2, jnp.inf]))
+        >>> error.get() is None
+        False
+        """
+        conditions = {each.key: each for verdict in verdicts for each in verdict.conditions}
+        run = checked(self.closed, self._opened, list(conditions.values()))
+
+        def computed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            tree, modules, _ = mutable.extract((args, kwargs))
+            error, outputs = run(*array_leaves((tree, modules))[0])
+            return error, self._traced.tree(outputs)[0]
+
+        return computed
 
     def check(
         self,
@@ -257,24 +315,31 @@ class Dependence:
         raise ValueError(f"unknown axis {name!r}; the axes of this report are {known}")
 
     def _claim(self, kind: str, name: str | int) -> Claim:
-        if kind == "independent":
-            return Independent(self._axis(name), name)
-        if kind == "causal":
-            return Causal(self._axis(name), name)
-        if kind != "segments":
+        if kind == "segments":
+            return self._segments(name)
+        if kind not in ("independent", "causal"):
             raise ValueError(f"unknown claim {kind!r}: expected independent, causal or segments")
-        return self._segments(name)
+        axis = self._axis(name)
+        if not axis.targets:
+            raise ValueError(f"depends: axis {name!r}: no result has an axis in out_axes")
+        return (Independent if kind == "independent" else Causal)(axis, name)
+
+    def _index(self, name: str) -> int:
+        """The index of an argument that is an array among the inputs of the program."""
+        wanted = self._arguments.get(name)
+        for i, x in enumerate(self._traced.arrays):
+            if x is wanted:
+                return i
+        known = ", ".join(dict.fromkeys(each.partition("[")[0] for each in self._arguments))
+        raise ValueError(f"{name!r} is no array; the arguments of the function are {known}")
 
     def _segments(self, name: Any) -> Segments:
-        if name not in self._arguments:
-            known = ", ".join(self._arguments)
-            raise ValueError(f"segments={name!r}: the arguments of the function are {known}")
+        index = self._index(name)
         ids = self._arguments[name]
         if isinstance(ids, jax.ShapeDtypeStruct) or np.ndim(ids) not in (1, 2):
             raise ValueError(
                 f"segments={name!r}: expected an array [time] or [rows, time] of integers"
             )
-        (index,) = (i for i, x in enumerate(self._traced.arrays) if x is ids)
         along = [axis for axis in self._axes.values() if axis.sources.get(index) == ids.ndim - 1]
         rows = [
             axis for axis in self._axes.values() if axis.sources.get(index) == 0 and ids.ndim == 2
@@ -295,7 +360,7 @@ class Dependence:
                 inputs.append(source(v.aval.shape, claim.sources[i]))
             else:
                 inputs.append(nothing(v.aval.shape))
-        walk = Walk(assumed, record)
+        walk = Walk(assumed, record, self._opened)
         if has_refs(self.closed.jaxpr):
             walk.opaque["jax.Ref"] = ""
             walk.steps = []
@@ -341,67 +406,6 @@ def _window(first: int, last: int) -> str:
     """Positions relative to that of the result, in words."""
     words = lambda n: "the same" if n == 0 else f"{abs(n)} {'before' if n < 0 else 'after'}"
     return f"position {words(first)}" if first == last else f"{words(first)} to {words(last)}"
-
-
-class _Checker(Interpreter):
-    """Evaluates a program, and tells whether conditions hold for its values."""
-
-    def __init__(self, conditions: Sequence[Condition], opened: Mapping[int, Any]):
-        super().__init__()
-        self.conditions: dict[int, list[tuple[int, Condition]]] = {}
-        for i, each in enumerate(conditions):
-            self.conditions.setdefault(id(each.eqn), []).append((i, each))
-        self.opened_equations = opened
-        self.seen: dict[int, list[bool]] = {}
-
-    def equation(self, eqn: Any, at: Any, inputs: list, plan: Any) -> Any:
-        found = self.conditions.get(id(eqn), ())
-        for i, each in found:
-            if each.operand is not None:
-                self._note(i, each, inputs[each.operand].x)
-        if eqn.primitive.name == "custom_linear_solve":
-            (body,) = bodies(eqn)
-            given = [inputs[i] for i in solve_inputs(eqn)]
-            outputs = self.evaluate(body.jaxpr, body.consts, given, at)
-        elif id(eqn) in self.opened_equations:
-            _, opened, consts = self.opened_equations[id(eqn)]
-            outputs = self.evaluate(opened, consts, inputs, at)
-        else:
-            outputs = self.default(eqn, at, inputs, (None,) * len(eqn.outvars))
-        for i, each in found:
-            if each.operand is None:
-                self._note(i, each, outputs[0].x)
-        return outputs
-
-    def _note(self, i: int, condition: Condition, x: Any) -> None:
-        def note(holds: Any) -> None:
-            self.seen.setdefault(i, []).append(bool(np.all(holds)))
-
-        jax.debug.callback(note, _true(condition, jnp.asarray(x)))
-
-
-def _true(condition: Condition, x: Any) -> Any:
-    if condition.kind == "finite":
-        return jnp.isfinite(x).all()
-    if condition.kind == "nonzero":
-        return ((x != 0) & ~jnp.isnan(x)).all()
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    bound, y = jnp.asarray(condition.bound, wide), x.astype(wide)
-    if condition.kind == "within":
-        return (jnp.abs(y) <= bound).all()
-    if condition.kind == "at most":
-        return (y <= bound).all()
-    return (y >= bound).all() if condition.kind == "at least" else (y > bound).all()
-
-
-def _fulfilled(
-    closed: Any, opened: Mapping, conditions: Sequence[Condition], arrays: Sequence
-) -> bool:
-    checker = _Checker(conditions, opened)
-    jax.block_until_ready(checker.outputs(closed, arrays))
-    jax.effects_barrier()
-    seen = checker.seen
-    return all(seen.get(i) and all(seen[i]) for i in range(len(conditions)))
 
 
 def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Dependence:
@@ -456,10 +460,15 @@ def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Depende
         name: _followed(name, each, args, kwargs, traced, tree) for name, each in given.items()
     }
     try:
-        bound = inspect.signature(f).bind(*args, **kwargs).arguments
+        bound: Mapping = inspect.signature(f).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # a function without a signature
         bound = {}
-    return Dependence(traced, followed, names, bound)
+    arguments = {
+        name + jax.tree_util.keystr(path): leaf
+        for name, argument in bound.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(argument)
+    }
+    return Dependence(traced, followed, names, arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -523,8 +532,6 @@ def _followed(
         if isinstance(leaf, _Output):  # another leaf is a constant
             v = traced.closed.jaxpr.outvars[leaf.index]
             targets[leaf.index] = _checked(name, at, v.aval.shape)
-    if not targets:
-        raise ValueError(f"depends: axis {name!r}: no result has an axis in out_axes")
     lengths = {traced.arrays[i].shape[axis] for i, axis in sources.items()}
     if len(lengths) != 1:
         raise ValueError(

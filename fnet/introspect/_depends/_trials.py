@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ def find(
     f: Callable[..., Sequence],
     arrays: Sequence,
     sources: dict[int, int],
-    targets: dict[int, int],
+    targets: Mapping[int, Any],
     leak: Callable[[Any, np.ndarray], int | None],
     first: tuple[int, int] | None,
 ) -> tuple[Counterexample | None, int]:

@@ -59,13 +59,14 @@ class Walk:
         assumed: what may be assumed, and what was.
         opaque: {the title of a primitive without a rule: the path where it was first met}, of those
             that read something that depends on the source.
-        opened: {id of an equation of one of fnet's own primitives: a jaxpr of JAX's primitives}.
+        opened: {id of an equation of one of fnet's own primitives: a jaxpr of JAX's primitives}. Several
+            walks over one program share it, so that their conditions are about the same equations.
     """
 
-    def __init__(self, assumed: Assumptions, record: bool = False):
+    def __init__(self, assumed: Assumptions, record: bool = False, opened: dict | None = None):
         self.assumed = assumed
         self.opaque: dict[str, str] = {}
-        self.opened: dict[int, tuple[Any, Any, tuple]] = {}
+        self.opened: dict[int, tuple[Any, Any, tuple]] = {} if opened is None else opened
         self.record = record
         self.memory = Memory()
         self._forms: dict[Any, tuple[Any, tuple]] = {}
