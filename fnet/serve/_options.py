@@ -14,8 +14,10 @@ class Options:
         host: the address to listen on. Default 127.0.0.1.
         port: the port; 0 selects a free one. Default 8000.
         max_batch: the maximum number of rows that are computed together. Programs are compiled for
-            the powers of two up to it. The server tests when it starts whether rows are
-            independent, and computes the requests of other models one by one. Default 32.
+            the powers of two up to it. The server proves and tests when it starts whether rows are
+            independent, and computes the requests of other models one by one. If they are under
+            conditions, such as finite numbers, it checks them for each batch, and computes the
+            requests that break them one by one. Default 32.
         max_delay: the longest time in seconds that a request waits for others to join its batch.
             Default 0.002.
         max_queue: the maximum number of requests that wait for a model; more get status 503.
@@ -38,7 +40,8 @@ class Options:
             `pad={"t": (64, 128)}`, an axis "t" of size 100 is padded to 128, the smallest
             sufficient size. This must not change the outputs: the server tests it when it starts,
             at sizes that need padding, and ends with an error if an output changes or the test
-            shows nothing. Default: no padding.
+            shows nothing. Requests for whose lengths or mask it cannot prove that the padding
+            reaches no output are computed unpadded and one by one. Default: no padding.
         assume_independent_rows: whether to combine the requests of a model although its rows are
             not proved to be independent. What the proof says is then not asked; the test of rows
             at the start remains. If the assumption is wrong, clients see what others sent. Default
