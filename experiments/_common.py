@@ -28,6 +28,8 @@ from fnet import introspect, parallel
 from fnet import training as tr
 from fnet.cli import no_device
 
+flags.disclaim_key_flags()  # those of this module belong to the script, whose --help lists them
+
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 RESIDUALS = ("auto", "float32")
 

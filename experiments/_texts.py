@@ -28,7 +28,15 @@ def network(config):
     model.bin."""
     path = pretrained.find(config.weights or config.model)
     folder = path if path.is_dir() else path.parent
-    if llama2c.is_file(path):
+    if config.model is None and not llama2c.is_file(path):
+        model, params, _ = pretrained.load(path)
+        if not hasattr(model, "cross_entropy"):
+            raise ValueError(
+                f"--weights={config.weights} has a {type(model).__name__}, but --dataset=text needs "
+                "a language model"
+            )
+        names = pretrained.names_of(model, path)
+    elif llama2c.is_file(path):
         names = "llama2c"
         model, params = llama2c.load(path)
     else:
@@ -131,8 +139,9 @@ def train(config, workdir, policy, **fit_options):
     common.check_memory(
         init, 4 * config.batch_size * context * model.width, "--batch_size or --context"
     )
+    name = config.model or type(model).__name__
     print(
-        f"{config.model}, {names} names: {total:,} parameters, {trained:,} trained "
+        f"{name}, {names} names: {total:,} parameters, {trained:,} trained "
         f"({100 * trained / total:.2f} %)"
     )
     if config.lora:
@@ -172,7 +181,7 @@ def train(config, workdir, policy, **fit_options):
     save(model, params, names, folder, workdir / "merged")
     rows = tr.read_metrics(workdir)
     loss = min(row["validation/loss"] for row in rows if "validation/loss" in row)
-    title = f"{config.model}, {config.mode}: validation loss {loss:.4f}"
+    title = f"{name}, {config.mode}: validation loss {loss:.4f}"
     tr.plots.curves(rows, workdir / "curves.png", title=title)
     print(
         f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}; the "
@@ -200,8 +209,7 @@ def save(model, params, names, published, folder):
         llama2c.save(model, params, folder)
     else:
         pretrained.save(model, params, {}, folder, names=names)
+    beside = ("config.json", "vocab.txt", "vocab.json", "merges.txt", "characters.json")
     for file in published.glob("*"):
-        if file.is_file() and (
-            file.name.startswith("tokenizer") or file.name in ("config.json", "vocab.txt")
-        ):
+        if file.is_file() and (file.name.startswith("tokenizer") or file.name in beside):
             shutil.copyfile(file, folder / file.name)

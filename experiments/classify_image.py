@@ -98,6 +98,8 @@ def read(config, path):
     described = (folder / "config.json").is_file()
     if described and (folder / "metrics.jsonl").is_file():
         run = tr.load_config(finetune.Config, folder / "config.json")
+        if run.model is None and preset is None:  # a config.json described the model
+            return read(dataclasses.replace(config, size=size or run.size), folder / "merged")
         preset, size, described = preset or run.model, size or run.size, False
     if described and preset is None:
         model, params, state = pretrained.load(path)

@@ -5,11 +5,14 @@ adapters (LoRA).
     python experiments/finetune.py --model=resnet50 --mode=full --dataset=photos --data_dir=DIR
     python experiments/finetune.py --model=vit_s_16 --lora=8 --base=int4                    # QLoRA
     python experiments/finetune.py --model=stories15m --dataset=text --lora=8 --base=int4   # The Tempest
+    python experiments/finetune.py --weights=FOLDER --dataset=photos --data_dir=DIR    # of transformers or timm
+    python experiments/finetune.py --weights=HuggingFaceTB/SmolLM2-135M --dataset=text --lora=8
 
---weights names the file or folder of the weights. Without --weights, the program searches for the
-weights of the model --model in ~/.cache/fnet, and then in Hugging Face's cache. If neither contains
-the weights, the program downloads them from the Hugging Face Hub. Checkpoints record the path of
-the weights and, for weights from the Hugging Face Hub, their commit (shown by `fnet report`). For
+--weights names a file, a folder or a repository of the Hugging Face Hub. Without --model, the
+config.json of transformers or timm beside the weights describes the model. Without --weights, the
+program searches for the weights of --model in ~/.cache/fnet and in Hugging Face's cache, and
+otherwise downloads them. Checkpoints record the path of the weights and, for weights from the
+Hugging Face Hub, their commit (shown by `fnet report`). For
 --dataset=photos, there are two possible layouts of the folder DIR. If the photos are DIR/CLASS/*, a
 fifth of the photos of each class forms the test set. If the photos are DIR/train/CLASS/* and
 DIR/test/CLASS/*, the folder DIR/test is the test set. For --dataset=text, the text is DIR/*.txt.
@@ -25,7 +28,8 @@ The run's folder (--workdir, else runs/finetune) receives config.json, metrics.j
 log, checkpoints, and curves.png. For images, it also receives confusion.png, labels.json, and
 model.safetensors with the names of the original weights. experiments/classify_image.py
 --weights=runs/finetune reads these files. For a text, the best weights are in runs/finetune/merged,
-and experiments/generate.py --weights=runs/finetune/merged reads them. With --mode=lora, the
+and experiments/generate.py --weights=runs/finetune/merged reads them. So are the last weights of an
+image classifier that a config.json describes, for `pretrained.load` and its own library. With --mode=lora, the
 low-rank factors are in runs/finetune/adapter, in PEFT's format. The same command resumes an
 interrupted run; --restart starts again from the first step.
 """
@@ -33,6 +37,7 @@ interrupted run; --restart starts again from the first step.
 import dataclasses
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 
@@ -75,12 +80,18 @@ class Config:
         "with --mode=lora: format of the frozen kernels: none (unchanged), int8, int4 or nf4",
         choices=tuple(adapters.FORMATS),
     )
-    model: str = option(
-        "resnet50",
-        f"name of the model: {', '.join(photos.PRESETS)}; for texts {', '.join(texts.PRESETS)}",
+    model: str | None = option(
+        None,
+        f"name of the model: {', '.join(photos.PRESETS)}; for texts {', '.join(texts.PRESETS)}; if "
+        f"not given, the model that a config.json beside --weights describes, or else resnet50, "
+        f"for texts stories15m",
         choices=(*photos.PRESETS, *texts.PRESETS),
     )
-    weights: str | None = option(None, "file or folder of the pretrained weights", decides=False)
+    weights: str | None = option(
+        None,
+        "file, folder or repository of the pretrained weights; if not given, those of --model",
+        decides=False,
+    )
     dataset: str = option(
         "digits",
         "name of the data set: digits, mnist, fashion_mnist, cifar10, photos (of "
@@ -208,6 +219,8 @@ class Network:
 
 def network(config):
     path = pretrained.find(config.weights or config.model)
+    if config.model is None:
+        return described_network(config, path)
     model = pretrained.model(config.model, path)
     names = pretrained.names_of(model, path)
     image = model.NAMES[names].image
@@ -217,6 +230,25 @@ def network(config):
             f"--size={size}: {config.model} takes images of {model.example().shape[1]} pixels alone"
         )
     return Network(model, *pretrained.load(model, path), names, image.at(size), path)
+
+
+def described_network(config, path):
+    """Returns the network that the config.json beside the weights describes."""
+    model, params, state = pretrained.load(path)
+    if not hasattr(model, "features") or not hasattr(model, "classes"):
+        advice = ": use --dataset=text" if hasattr(model, "cross_entropy") else ""
+        raise tr.ConfigError(
+            f"--weights={config.weights} has a {type(model).__name__}, but --dataset="
+            f"{config.dataset} needs an image classifier{advice}"
+        )
+    names = pretrained.names_of(model, path)
+    try:
+        image = models.ImageInput.read(path if path.is_dir() else path.parent)
+    except FileNotFoundError:
+        image = model.NAMES[names].image.at(model.example().shape[1])
+    size = config.size or image.size
+    model.spec(jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32))  # checks the size
+    return Network(model, params, state, names, image.at(size), path)
 
 
 def train(config, workdir, policy, **fit_options):
@@ -236,7 +268,8 @@ def train(config, workdir, policy, **fit_options):
     model = dataclasses.replace(held.model, classes=classes)
     count = sum(leaf.size for leaf in jax.tree.leaves(held.params))
     size = held.image.size
-    print(f"{config.model}, {held.names} names: {count:,} parameters, images of {size} x {size}")
+    name = config.model or type(model).__name__
+    print(f"{name}, {held.names} names: {count:,} parameters, images of {size} x {size}")
     print(
         f"{config.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} test "
         f"images, "
@@ -327,10 +360,10 @@ def train(config, workdir, policy, **fit_options):
         params = adapted
     pretrained.save(model, params, arrays, workdir / "model.safetensors", names=held.names)
     (workdir / "labels.json").write_text(json.dumps(data.classes))
+    if config.model is None:
+        save_folder(held, model, params, arrays, data.classes, workdir / "merged")
     values = evaluate["test"](state)
-    title = (
-        f"{config.dataset}, {config.model}, {config.mode}: test accuracy {values['accuracy']:.4f}"
-    )
+    title = f"{config.dataset}, {name}, {config.mode}: test accuracy {values['accuracy']:.4f}"
     tr.plots.curves(tr.read_metrics(workdir), workdir / "curves.png", title=title)
     tr.plots.confusion_matrix(
         values["confusion"], data.classes, workdir / "confusion.png", title=title
@@ -341,10 +374,32 @@ def train(config, workdir, policy, **fit_options):
     print(
         f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, "
         f"confusion.png, "
-        "model.safetensors, labels.json" + (", adapter" if config.mode == "lora" else "")
+        "model.safetensors, labels.json"
+        + (", merged" if config.model is None else "")
+        + (", adapter" if config.mode == "lora" else "")
     )
     print(f"show the run: fnet report {workdir}")
     return values
+
+
+def save_folder(held, model, params, state, classes, folder):
+    """Writes a folder as that of the pretrained weights: with config.json, preprocessing and labels."""
+    folder.mkdir(exist_ok=True)
+    pretrained.save(model, params, state, folder, names=held.names)
+    (folder / "labels.json").write_text(json.dumps(classes))
+    source = held.path if held.path.is_dir() else held.path.parent
+    if (preprocessing := source / "preprocessor_config.json").is_file():
+        shutil.copyfile(preprocessing, folder / preprocessing.name)
+    published, own = (json.loads((each / "config.json").read_text()) for each in (source, folder))
+    if "pretrained_cfg" in published:  # timm's preprocessing
+        own["pretrained_cfg"] = published["pretrained_cfg"] | {"num_classes": len(classes)}
+        own |= {"label_names": list(classes)}
+    else:
+        own |= {
+            "id2label": {str(i): name for i, name in enumerate(classes)},
+            "label2id": {name: i for i, name in enumerate(classes)},
+        }
+    (folder / "config.json").write_text(json.dumps(own, indent=2))
 
 
 def in_batches(f, x, size):
@@ -387,6 +442,7 @@ def probe(config, policy, held, model, data):
         ]
         return ft.autocast(run, policy)(params, images.astype(jnp.float32)).astype(jnp.float32)
 
+    last_layer(config, held, model)
     began, size = time.perf_counter(), min(config.batch_size, 64)
     inputs = [
         in_batches(lambda images: features(held.params, held.state, images), images, size)
@@ -407,13 +463,30 @@ def probe(config, policy, held, model, data):
     )
 
 
+def last_layer(config, held, model):
+    """Returns the number of features that the last layer of a model reads.
+
+    Raises:
+      ConfigError: the classes change more than one dense layer at the end.
+    """
+    size = held.image.size
+    spec = model.spec(jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)).params
+    shapes = lambda tree: [(k, x.shape) for k, x in jax.tree.leaves_with_path(tree)]
+    new = [name for name in spec if shapes(spec[name]) != shapes(held.params.get(name))]
+    if set(new) - {"head"} or set(spec["head"]) != {"kernel", "bias"}:
+        raise tr.ConfigError(
+            f"--weights={config.weights}: a new last layer of {type(model).__name__} would replace "
+            f"{', '.join(sorted(new))}; expected one dense layer, head"
+        )
+    return spec["head"]["kernel"].shape[0]
+
+
 def everything(config, policy, held, model, data):
     """Returns (inputs, params, state, forward) for --mode=full. `inputs` contains the training
     images and the test images. `params`, `state` and `forward` are those of the whole network with
     a new last layer."""
-    fresh, _ = nn.Dense(model.classes).init(
-        jax.random.key(config.seed), held.params["head"]["kernel"].T[:1]
-    )
+    width = last_layer(config, held, model)
+    fresh, _ = nn.Dense(model.classes).init(jax.random.key(config.seed), jnp.zeros((1, width)))
     augment = AUGMENT[config.augment]
 
     def forward(params, state, images, key):
@@ -474,7 +547,20 @@ def configured(argv):
     text = given.dataset == "text"
     if not given["mode"].present and (given.lora or text):
         given["mode"].value, given["mode"].present = "lora" if given.lora else "full", 1
-    return checked(tr.flags.read(Config, given, TEXT_PRESETS if text else PRESETS, by="mode"))
+    config = tr.flags.read(Config, given, TEXT_PRESETS if text else PRESETS, by="mode")
+    if config.model is None and not described(config.weights):
+        config = dataclasses.replace(config, model="stories15m" if text else "resnet50")
+    return checked(config)
+
+
+def described(weights):
+    """Whether a config.json may describe the model of the weights: it is beside them, or they are not
+    on this disk yet."""
+    if weights is None:
+        return False
+    path = common.user_path("weights", weights)
+    folder = path if path.is_dir() else path.parent
+    return (folder / "config.json").is_file() or not path.exists()
 
 
 def checked(config):
@@ -491,7 +577,9 @@ def checked(config):
         raise tr.ConfigError(
             f"--base={config.base} is the format of the frozen kernels of --lora=RANK"
         )
-    if (config.dataset == "text") != (config.model in texts.PRESETS):
+    if config.model is None and config.weights is None:
+        raise tr.ConfigError("--model or --weights: name the model, or weights with a config.json")
+    if config.model and (config.dataset == "text") != (config.model in texts.PRESETS):
         raise tr.ConfigError(
             f"--model={config.model} --dataset={config.dataset}: --dataset=text is for "
             f"{', '.join(texts.PRESETS)}, the others are for images"

@@ -65,10 +65,12 @@ def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
       cls: the dataclass. Its fields have the types bool, int, float or str, or one of these | None.
       values: the object in which the flags are defined, such as absl.flags.FLAGS.
       by: the field that selects a preset (a dict of field values). The help of each field with the
-        default None then says so, for example "set by --mode". Default None: no presets.
+        default None then says so, for example "set by --mode", unless it says what holds "if not
+        given". Default None: no presets.
     """
     from absl import flags
 
+    flags.disclaim_key_flags()  # they are flags of the caller, whose --help lists them
     kinds = {
         bool: flags.DEFINE_bool,
         int: flags.DEFINE_integer,
@@ -79,7 +81,9 @@ def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
     for field in dataclasses.fields(cls):
         kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]
         default = f"set by --{by}" if field.default is None and by else field.default
-        text = f"{field.metadata.get('help', field.name)} (default: {default})"
+        text = field.metadata.get("help", field.name)
+        if "if not given" not in text:
+            text += f" (default: {default})"
         kinds[kind](field.name, None, text, flag_values=values)
     flags.DEFINE_string(
         "config",

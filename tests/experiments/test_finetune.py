@@ -446,6 +446,85 @@ def test_a_folder_of_an_image_classifier(photos, tmp_path):
     )
 
 
+FOLDERS = {  # (model, names, preprocessing in a file, fields of config.json)
+    "transformers": (VIT, "huggingface", SQUARE, dict(id2label=ANIMALS)),
+    "timm": (
+        models.MobileNetV2(classes=3, width=0.1),
+        "timm",
+        None,
+        dict(pretrained_cfg=dict(input_size=[3, 16, 16], crop_pct=0.9, mean=MEAN, std=STD)),
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("mode", ["linear", "full", "lora"])
+def test_any_folder_of_an_image_classifier_is_fine_tuned(kind, mode, photos, tmp_path, capsys):
+    """The run's folder holds a folder of the same kind, which pretrained.load and classify_image.py
+    read."""
+    model, names, preprocessor, fields = FOLDERS[kind]
+    folder = saved(model, tmp_path / "weights", names, preprocessor, **fields)
+    settings = dict(model=None, mode=mode, dataset="photos", data_dir=str(photos), steps=3)
+    settings |= {"lora": 2} if mode == "lora" else {}
+    finetune.train(config(folder, **settings), tmp_path / "run", policy())
+    assert f"{type(model).__name__}, {names} names: " in capsys.readouterr().out
+    changed, params, state = pretrained.load(tmp_path / "run" / "merged")
+    assert changed == dataclasses.replace(model, classes=2)
+    read = classify.read(classify.Config(), tmp_path / "run")
+    assert read[0] == changed and read[4] == ["red", "sea blue"]
+    assert read[3] == models.ImageInput.read(folder)
+    file = pretrained.load(changed, tmp_path / "run" / "model.safetensors")
+    same(file, (params, state))
+    before = pretrained.load(model, folder)[0]
+    assert params["head"]["kernel"].shape == (before["head"]["kernel"].shape[0], 2)
+    del params["head"], before["head"]
+    kept = jax.tree.map(lambda a, b: bool((a == b).all()), params, before)
+    assert all(jax.tree.leaves(kept)) == (mode == "linear")
+
+
+def test_weights_that_describe_no_image_classifier(tmp_path):
+    gpt = saved(models.GPT(9, 8, 1, 2, context=4), tmp_path / "gpt", "huggingface")
+    with pytest.raises(
+        ValueError,
+        match="has a GPT, but --dataset=digits needs an image classifier: use --dataset=te",
+    ):
+        finetune.network(config(gpt, model=None))
+    vit = saved(VIT, tmp_path / "vit", "huggingface", SQUARE)
+    with pytest.raises(ValueError, match=r"ViT: expected images \[batch, 16, 16, channels\]"):
+        finetune.network(config(vit, model=None, size=32))
+    text = config(vit, model=None, dataset="text", mode="full", **finetune.TEXT_PRESETS["full"])
+    with pytest.raises(ValueError, match="has a ViT, but --dataset=text needs a language model"):
+        finetune.texts.network(text)
+    deit = models.DeiT(8, 1, 2, classes=3, hidden=8, patch=8, size=16)
+    params = dict(deit.spec(deit.example()).params)
+    held = finetune.Network(deit, params, {}, "timm", deit.NAMES["timm"].image.at(16), tmp_path)
+    with pytest.raises(ValueError, match="of DeiT would replace distillation_head, head; expected"):
+        finetune.last_layer(config(vit), held, dataclasses.replace(deit, classes=2))
+
+
+def test_the_model_that_is_trained_if_none_is_named(weights, tmp_path):
+    assert finetune.described(str(saved(VIT, tmp_path / "vit", "huggingface")))
+    assert finetune.described("org/name") and not finetune.described(None)
+    shutil.copyfile(weights / "model.safetensors", tmp_path / "alone.safetensors")
+    assert not finetune.described(str(tmp_path / "alone.safetensors"))
+
+
+def test_help_lists_the_flags_of_a_script():
+    process = start("finetune.py", "--help")  # absl exits with 1
+    shown, err = process.communicate(timeout=180)
+    assert process.returncode == 1 and not err
+    for flag in (
+        "--weights",
+        "--mode",
+        "--[no]freeze_norms",
+        "--workdir",
+        "--[no]restart",
+        "--[no]debug",
+    ):
+        assert f"  {flag}: " in shown, flag
+
+
 def test_a_folder_of_timm(tmp_path):
     cfg = dict(
         input_size=[3, 32, 32],

@@ -594,6 +594,30 @@ def test_both_forms_of_the_weights_are_one(stories):
 
 
 @pytest.mark.exhaustive
+def test_a_folder_with_config_json_is_fine_tuned(tmp_path):
+    model = models.Decoder(6, 16, 2, 4, 2, 24, context=32, head_dim=8, tied=True)
+    pretrained.save(model, filled(model), {}, tmp_path / "weights", names="huggingface")
+    (tmp_path / "weights" / "characters.json").write_text('"abcdef"')
+    (tmp_path / "one.txt").write_text("abc def ".replace(" ", "") * 200)
+    flags = ("--dataset=text", f"--data_dir={tmp_path}", "--steps=40", "--learning_rate=0.01")
+    run = finished(
+        start("finetune.py", f"--weights={tmp_path}/weights", *flags, f"--workdir={tmp_path}/run")
+    )
+    assert re.search(r"Decoder, huggingface names: [\d,]+ parameters, [\d,]+ trained \(100", run)
+    assert float(run.splitlines()[-1].removeprefix("validation loss ")) < 1.0
+    out = finished(
+        start(
+            "generate.py",
+            f"--weights={tmp_path}/run/merged",
+            "--temperature=0",
+            "--max_tokens=6",
+            "ab",
+        )
+    )
+    assert "abcdefab" in out
+
+
+@pytest.mark.exhaustive
 def test_a_folder_with_config_json_continues_a_text(tmp_path):
     model = models.Decoder(6, 16, 2, 4, 2, 24, context=32, head_dim=8, tied=True)
     pretrained.save(model, filled(model), {}, tmp_path, names="huggingface")
