@@ -60,6 +60,7 @@ from fnet.jaxpr._explicit import automatic, explicit, split_over, typed, without
 from fnet.jaxpr._flatten import flatten, inlined
 from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, implicit_dot, is_implicit, materialize
+from fnet.jaxpr._pieces import Piece, cut_out
 from fnet.jaxpr._primitives import (
     POINTWISE,
     Description,
@@ -111,6 +112,7 @@ __all__ = [
     "Inside",
     "Interpreter",
     "Op",
+    "Piece",
     "Scope",
     "Structure",
     "Traced",
@@ -127,6 +129,7 @@ __all__ = [
     "check_function",
     "converted",
     "cost",
+    "cut_out",
     "describe",
     "description",
     "donated",

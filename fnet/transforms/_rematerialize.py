@@ -22,6 +22,7 @@ from fnet.jaxpr import (
     Interpreter,
     Value,
     check_function,
+    cut_out,
     has_shardings,
     inlined,
     marks,
@@ -98,7 +99,7 @@ class _Rematerialize(Interpreter):
         piece = None if isinstance(v, _jax.Literal) else plan.cut.get(v)
         if piece is None:
             return value
-        if piece.made is None:
+        if piece not in plan.made:
             given = [plan.env[i] for i in piece.invars]
             tied = [i for i, value in enumerate(given) if _plain_array(value.x)]
             tie = [] if plan.latest is None else [plan.latest]
@@ -117,8 +118,8 @@ class _Rematerialize(Interpreter):
                 plan.names, "rematted_computation"
             ):  # not the scopes of the reader
                 outputs = self.evaluate(piece, (), given)
-            piece.made = dict(zip(piece.outvars, outputs))
-        return piece.made[v]
+            plan.made[piece] = dict(zip(piece.outvars, outputs))
+        return plan.made[piece][v]
 
     def source(self, eqn, at, inputs, plan):
         """Evaluates the scan of a forward pass. The forward loop is changed to store the inputs of
@@ -175,16 +176,6 @@ class _Rematerialize(Interpreter):
         return [*map(Value, carried), *map(Value, stacked)]
 
 
-class _Piece:
-    """A list of equations with `eqns`, `invars`, `outvars` and `constvars`, like a jaxpr."""
-
-    constvars = ()
-
-    def __init__(self, eqns, invars, outvars):
-        self.eqns, self.invars, self.outvars = eqns, invars, outvars
-        self.made = None
-
-
 class _Pair:
     """A scan of the forward pass, and the scan of the backward pass that reads its stacked outputs.
 
@@ -215,9 +206,10 @@ class _Plan:
         pairs: a dict {equation of a backward scan: the `_Pair` of this scan and its forward scan}.
         sources: a dict {equation of a forward scan: the `_Pair` of this scan and its backward
             scan}.
-        cut: a dict {variable: the `_Piece` (a list of equations) that recomputes the variable}.
+        cut: a dict {variable: the `jaxpr.Piece` that recomputes the variable}.
         env: a dict {variable: its value} for the variables from which other variables are
             recomputed. A value is None until it is computed.
+        made: {a piece: its values}, of those that are recomputed already.
         latest: the last array that the backward pass computed. An optimization barrier makes each
             recomputation of activations depend on the array `latest`, so that XLA does not
             recompute the activations too early.
@@ -226,7 +218,8 @@ class _Plan:
     def __init__(self, jaxpr, names):
         self.names = names
         self.backward = dict.fromkeys(eqn for eqn in jaxpr.eqns if _backward(eqn))
-        self.pairs, self.sources, self.cut, self.env, self.latest = {}, {}, {}, {}, None
+        self.pairs, self.sources, self.cut, self.env = {}, {}, {}, {}
+        self.made, self.latest = {}, None
         if not self.backward:
             return
         uses = _uses(jaxpr)
@@ -281,7 +274,7 @@ def _pair(jaxpr, sink, uses):
         stacked = [(place, source.outvars.index(v) - parts.carry) for place, v in read]
         stacked = [(place, i) for place, i in stacked if i >= 0]
         places, dropped = [place for place, _ in stacked], [i for _, i in stacked]
-        piece = _piece(parts.jaxpr.eqns, [parts.jaxpr.outvars[parts.carry + i] for i in dropped])
+        piece = cut_out(parts.jaxpr.eqns, [parts.jaxpr.outvars[parts.carry + i] for i in dropped])
         if any(eqn.effects for eqn in piece.eqns):  # side effects would occur twice
             continue
         carries = parts.split(parts.jaxpr.invars)[1]
@@ -308,19 +301,6 @@ def _forward_scans(jaxpr, sink, uses) -> dict:
     return by_source
 
 
-def _piece(eqns, outvars) -> _Piece:
-    """Returns the equations among `eqns` on which the variables `outvars` depend, and the inputs of
-    these equations."""
-    wanted = dict.fromkeys(v for v in outvars if not isinstance(v, _jax.Literal))
-    found, made = [], set()
-    for eqn in reversed(eqns):
-        if any(v in wanted for v in eqn.outvars):
-            found.append(eqn)
-            made.update(eqn.outvars)
-            wanted.update(dict.fromkeys(v for v in eqn.invars if not isinstance(v, _jax.Literal)))
-    return _Piece(found[::-1], [v for v in wanted if v not in made], list(outvars))
-
-
 def _bytes(aval) -> int:
     """Returns the size of an array in bytes. A symbolic size counts as 1024 (`_SYMBOLIC`)."""
     shape = tuple(
@@ -340,7 +320,7 @@ def _cuts(jaxpr, plan, uses) -> dict:
     """Splits the equations of the forward pass that are outside of scans into pieces (lists of
     equations).
 
-    Returns a dict {variable: the `_Piece` (a list of equations) that recomputes the variable}. The
+    Returns a dict {variable: the `jaxpr.Piece` that recomputes the variable}. The
     keys are the variables that are not stored.
     """
     # The forward equations between the scans above, of one forward pass. If a step has several
@@ -358,7 +338,7 @@ def _cuts(jaxpr, plan, uses) -> dict:
 
 
 def _cut_run(eqns, uses, backward) -> dict:
-    """Cuts a run of forward equations into parts, and returns {variable: the `_Piece` that
+    """Cuts a run of forward equations into parts, and returns {variable: the `Piece` that
     recomputes it} for the variables that need not be stored for the backward pass. Returns {} if
     this would not save enough memory."""
     at = {eqn: i for i, eqn in enumerate(eqns)}
@@ -398,7 +378,7 @@ def _cut_run(eqns, uses, backward) -> dict:
             if last_use[v] <= end and any(each in backward for each in uses.get(v, ())):
                 lost.append(v)
         if lost:
-            pieces.update(dict.fromkeys(lost, _piece(part, lost)))
+            pieces.update(dict.fromkeys(lost, cut_out(part, lost)))
         begin = end + 1
     return pieces
 

@@ -15,7 +15,7 @@ from tune_cases import EVERY, NAMES, STEPS, cnn, fired, mlp, near, normal, only
 
 from fnet import hardware as hw
 from fnet import transforms as ft
-from fnet.transforms._tune import _cpu, _library, _tune
+from fnet.transforms._tune import _accumulated, _cpu, _library, _tune
 
 pytestmark = [
     pytest.mark.usefixtures("every_size"),
@@ -42,6 +42,7 @@ def test_every_rule_fires_somewhere(monkeypatch):
     monkeypatch.setattr(_library, "LARGE", 0)
     monkeypatch.setattr(_library, "bfloat16_pays", lambda: True)
     monkeypatch.setattr(_cpu, "LARGE_LOW", 0)
+    monkeypatch.setattr(_accumulated, "LARGE", 0)
     made = [make() for make in (cnn, mlp)]
     made += [(ft.autocast(step, "bfloat16"), args) for step, args in made]
     made += [(lambda x: x @ x, (jnp.ones((4, 4), jnp.bfloat16),))]
@@ -63,6 +64,8 @@ def test_every_rule_fires_somewhere(monkeypatch):
             (jnp.ones((2, 3, 3, 3, 2)), jnp.ones((2, 2, 2, 2, 3))),
         )
     ]
+    outer = lambda total, row: (total + row.T @ row, None)
+    made += [(lambda x: lax.scan(outer, jnp.zeros((16, 16)), x), (jnp.ones((3, 1, 16)),))]
     assert set().union(*(fired(step, *args, rules=EVERY) for step, args in made)) == set(NAMES)
 
 
@@ -257,7 +260,7 @@ def test_explain_is_a_table():
     step, args = mlp()
     text = str(ft.explain(jax.jit(ft.tune(step, rules=EVERY)), *args))
     assert re.search(
-        r"equations rewritten; not fired: bfloat16_products, max_pool, max_pool_gradient, "
+        r"equations rewritten; not fired: summed_products, bfloat16_products, max_pool, max_pool_gradient, "
         "depthwise_convolution, grouped_convolution, small_input, dilated_input, "
         "convolution_gradient, kernel_layout, convolution_kernels, convolution_library",
         text,

@@ -23,6 +23,7 @@ from fnet import jaxpr
 from fnet.hardware._onednn import ONEDNN
 from fnet.transforms._autocast._lowered import as_matrices
 from fnet.transforms._tune import _library as library
+from fnet.transforms._tune._accumulated import summed_products
 from fnet.transforms._tune._convolutions import (
     depthwise_convolution,
     dilated_input,
@@ -52,7 +53,8 @@ class Rule(NamedTuple):
     only sets compiler options, its fields `apply` and `prepare` are None. `options` are the
     compiler options. The function `when` receives the equations of a program, and returns whether
     the rule is used for this program. If the field `when` is None, the rule is used for every
-    program.
+    program. The function `evaluate(tuner, equation, scope, inputs)` of a rule is for equations with
+    a body: it returns the outputs of the equation, evaluated by the tuner, or None.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Rule(NamedTuple):
     when: Callable[[Sequence], bool] | None = None
     prepare: Callable | None = None
     finish: Callable | None = None
+    evaluate: Callable | None = None
 
 
 def apart(x):
@@ -293,6 +296,13 @@ def convolution_gradient(eqn, inputs):
 
 
 RULES = (
+    Rule(
+        "summed_products",
+        ("scan",),
+        None,
+        "a product that a loop adds up is computed once, after the loop",
+        evaluate=summed_products,
+    ),
     Rule("products", ("dot_general",), products, "its operands are computed before it reads them"),
     Rule(
         "bfloat16_products",

@@ -60,7 +60,7 @@ class Tuner(Interpreter):
         return [
             rule
             for rule in self.all
-            if rule.when is None or (rule.when(equations) if known else rule.apply)
+            if rule.when is None or (rule.when(equations) if known else not rule.options)
         ]
 
     def options(self, closed) -> dict:
@@ -73,7 +73,7 @@ class Tuner(Interpreter):
     def opened(self, closed):
         self.suited, self.rules = self.select(closed), {}
         for rule in self.suited:
-            for primitive in rule.primitives if rule.apply or rule.prepare else ():
+            for primitive in rule.primitives if rule.apply or rule.prepare or rule.evaluate else ():
                 self.rules.setdefault(primitive, []).append(rule)
         return jaxpr.opened(closed)
 
@@ -82,7 +82,10 @@ class Tuner(Interpreter):
             return [Value(plain(eqn, inputs)[0].x, inputs[0].note)]
         rules, prepared = self.rules.get(eqn.primitive.name, ()), []
         for rule in rules if all(_free(v.aval) for v in eqn.invars) else ():
-            result = (rule.prepare or rule.apply)(eqn, inputs)
+            if rule.evaluate:
+                result = rule.evaluate(self, eqn, at, inputs)
+            else:
+                result = (rule.prepare or rule.apply)(eqn, inputs)
             if result is not None:
                 if self.rows is not None:
                     self.rows.append(Fired(at.path, eqn.primitive.name, rule.name, rule.reason))
