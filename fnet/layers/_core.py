@@ -187,11 +187,12 @@ class Layer:
     def _record(
         self, inputs: tuple, options: dict, train: bool, path: tuple = ()
     ) -> dict[str, dict]:
-        """Returns a dict of `ParamSpec` trees: "params", "state" and "cache". Paths in errors begin
-        with `path`."""
+        """Returns a dict of `ParamSpec` trees, "params", "state" and "cache", and under "layers" the
+        layers that were called: {path: [layer, ...]}, in the order of the calls. Paths in errors
+        begin with `path`."""
         _check_train(train)
         arrays, rebuild = array_leaves((inputs, options))
-        record: dict[str, dict] = {"params": {}, "state": {}, "cache": {}}
+        record: dict[str, dict] = {"params": {}, "state": {}, "cache": {}, "layers": {(): [self]}}
 
         def trace(arrays: Any) -> Any:
             inputs, options = rebuild(arrays)
@@ -328,6 +329,8 @@ def _call(layer: Layer, function: Callable, where: Any, inputs: tuple, options: 
             )
         place, run = where._place, where._place.run
         outer, path = run.here, place.path
+        if run.record is not None:
+            run.record["layers"].setdefault(path[run.base :], []).append(layer)
         # Named scopes can only be nested, so a shared scope from elsewhere in the tree enters its
         # complete path.
         new = path[len(outer) :] if path[: len(outer)] == outer else path

@@ -42,7 +42,7 @@ class Run:
         self.stateful = stateful  # whether state= was passed
         self.key = key
         self.train = train
-        self.record = record  # {"params": {}, "state": {}, "cache": {}} while a spec is traced
+        self.record = record  # what `Layer._record` returns, while a spec is traced
         self.base = len(base)  # length of the path of this run's root
         self.here = base  # the path of the layer that is running
         # Whether key() must fail, because the call is inside a jax transform.
@@ -407,7 +407,11 @@ class Scope:
                 f"{self._owner} at {self}: the number of copies must be >= 0; got {copies}"
             )
         if recording:
+            assert run.record is not None
             record = layer._record(inputs, options, run.train, place.path)
+            for path, layers in record.pop("layers", {}).items():
+                called = run.record["layers"].setdefault((*place.path[run.base :], *path), [])
+                called.extend(layers)
             if copies is not None:
                 record = {kind: _spec.copies(tree, copies) for kind, tree in record.items()}
             params: Mapping = place.record_tree("params", record["params"])

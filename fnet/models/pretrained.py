@@ -8,6 +8,9 @@
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
     pretrained.save(model, params, state, "folder")                      # with config.json, for transformers
 
+    proposal = pretrained.names(module, model, x)                        # of a torch.nn.Module and your model
+    params, state = pretrained.load(model, module, names=proposal)
+
 `load` accepts a file only if all of its keys (names of arrays) and all arrays of the model fit
 together, shapes included; an error lists up to eight keys that do not. Arrays keep the dtypes of
 the file unless you pass `dtype=`. Files are memory-mapped, each array is copied once, and pickles
@@ -19,6 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,9 +44,14 @@ from fnet.models.weights._weight_names import (
     Spare,
     Tied,
     flattened,
+    pointwise,
+    reshaped,
 )
 from fnet.models.weights._weights import Weights
 from fnet.models.weights._words import keras, torch
+from fnet.models.weights.proposal._proof import Proof
+from fnet.models.weights.proposal._proposal import Proposal, names
+from fnet.models.weights.proposal._source import Source
 
 __all__ = [
     "CONV",
@@ -51,6 +60,8 @@ __all__ = [
     "SAME",
     "Layout",
     "Names",
+    "Proof",
+    "Proposal",
     "Rule",
     "Spare",
     "Tied",
@@ -61,7 +72,10 @@ __all__ = [
     "load_adapter",
     "load_gguf",
     "model",
+    "names",
     "names_of",
+    "pointwise",
+    "reshaped",
     "revision",
     "save",
     "save_adapter",
@@ -71,10 +85,10 @@ __all__ = [
 
 def load(
     model: Model | str | os.PathLike,
-    path: str | os.PathLike | None = None,
+    path: str | os.PathLike | Mapping | Any = None,
     *,
     dtype=None,
-    names: str | None = None,
+    names: str | Names | Proposal | None = None,
     check_config: bool = True,
     revision: str | None = None,
 ) -> tuple:
@@ -100,11 +114,13 @@ def load(
             Face's hub, or the name of a preset.
         path: the weights for a model (required) or a preset (default: its own): a safetensors file,
             a folder with one or with shards and their index, the name of a folder in ~/.cache/fnet,
-            or a repository. In a folder with several sets of weights, such as a new
+            or a repository. For a model also a torch.nn.Module, its state_dict, or a dict of
+            arrays. In a folder with several sets of weights, such as a new
             model.safetensors beside older shards, name the file or the index.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
         names: the framework that wrote the names in the file, a key of the model's `NAMES` such as
-            "torchvision". Default: detected from the names.
+            "torchvision"; or the rules themselves, what `pretrained.names` proposes or a `Names`,
+            for which the model needs no `NAMES`. Default: detected from the names.
         check_config: whether to compare the model with config.json.
         revision: a branch, tag or commit of the repository. Default: the revision in the cache, or
             else "main". `pretrained.revision(name)` returns the commit.
@@ -134,8 +150,10 @@ def load(
     ...     params, state = models.pretrained.load(model, file)
     """
     _check_dtype(dtype)
+    names = _rules(names)
     weights = _opened(model, path, names, revision)
-    config = weights.compared() if check_config else None
+    named = isinstance(names, Names)  # by the caller, so a config.json says nothing about them
+    config = weights.compared() if check_config and not named else None
     weights = weights.matched(names)
     weights.check(config)
     params, state = weights.trees(dtype)
@@ -150,7 +168,7 @@ def save(
     state: Mapping,
     path: str | os.PathLike,
     *,
-    names: str | None = None,
+    names: str | Names | Proposal | None = None,
     like: str | os.PathLike | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Path:
@@ -168,7 +186,8 @@ def save(
             Implicit arrays, such as the quantized ones of `compress`, are written as the arrays
             that they represent.
         path: the folder, or the file *.safetensors to write.
-        names: the framework whose names to write, a key of the model's `NAMES`. Default: the one
+        names: the framework whose names to write, a key of the model's `NAMES`, or the rules as in
+            `load`. Default: the one
             that matches the model's configuration, if there is exactly one.
         like: a file or folder of weights (default: None), whose names and metadata the new file
             takes over, together with the arrays that the model does not need (such as
@@ -197,14 +216,14 @@ def save(
     >>> jax.tree.structure(restored) == jax.tree.structure(params)
     True
     """
-    params = compress.materialize(params)
-    model.check(params, *_match.inputs_of(model), state=state)
+    params, names = compress.materialize(params), _rules(names)
+    model.check(params, *_match.inputs_of(model, names), state=state)
     most = _folder.bytes_of(max_shard_size)
     source = None if like is None else find(like)
     if source is None:
         weights = Weights.new(model, names)
     else:
-        weights = Weights.open(source).of(model).matched(names)
+        weights = Weights.open(source).of(model, names).matched(names)
     framework, path = weights.framework, Path(path).expanduser()
     _match.check_config(model, framework, path, _match.described(model, framework))
     metadata = {**_match.rules_of(model, framework).metadata, **weights.metadata}
@@ -212,12 +231,15 @@ def save(
     if path.suffix and not path.is_dir():
         if path.suffix != ".safetensors":
             raise ValueError(
-                f"pretrained.save: the names of {framework} need a *.safetensors file; got {path}"
+                f"pretrained.save: the names of {_match.label(framework)} need a "
+                f"*.safetensors file; got {path}"
             )
         _tensors.write(path, weights.written(trees), metadata)
         return path
     source_folder = source if source is not None and source.is_dir() else None
-    config = _folder.describe(model, framework, _folder.like(source_folder))
+    config = None
+    if not isinstance(framework, Names):
+        config = _folder.describe(model, framework, _folder.like(source_folder))
     _folder.check(path, config)
     written = _folder.write(path, weights.written(trees), metadata, most)
     if config is not None:
@@ -311,6 +333,14 @@ def revision(name: str | os.PathLike) -> str | None:
     return _hub.commit(Path(name)) or _hub.commit(find(name))
 
 
+def _rules(names):
+    """The rules of a proposal, or `names` itself."""
+    if isinstance(names, Proposal):
+        names.check()
+        return names.names
+    return names
+
+
 def _check_dtype(dtype):
     if dtype is not None and not jax.dtypes.issubdtype(dtype, np.floating):
         raise TypeError(
@@ -328,7 +358,9 @@ def _opened(source, path, names, revision):
                 f"pretrained.load: pass the path of the weights for this {type(source).__name__}, a "
                 "file, a folder or a name; only a folder and the name of a preset imply them"
             )
-        return Weights.open(find(path, revision=revision)).of(source)
+        if not isinstance(path, str | os.PathLike):
+            return Weights.of_arrays(Source.of(path).arrays).of(source, names)
+        return Weights.open(find(path, revision=revision)).of(source, names)
     if isinstance(source, str) and any(source in cls.PRESETS for cls in _classes()):
         place = find(source if path is None else path, revision=revision)
         return _preset(source, place, {}, names)

@@ -224,6 +224,7 @@ import verify_chat  # noqa: E402, F401
 import verify_config  # noqa: E402, F401
 import verify_decoders  # noqa: E402, F401
 import verify_encoders  # noqa: E402, F401
+import verify_entrances  # noqa: E402, F401
 import verify_families  # noqa: E402, F401
 import verify_generation  # noqa: E402, F401
 import verify_summary  # noqa: E402, F401

@@ -70,7 +70,9 @@ class KeyMap(NamedTuple):
         return {key: entry for entry in self.reads for key in entry.keys}
 
 
-def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> KeyMap:
+def key_map(
+    names: Names, prefix: str, leaves: Mapping[str, Any], who: str, *, whole: bool = True
+) -> KeyMap:
     """Applies naming rules to the arrays of a model.
 
     Args:
@@ -78,6 +80,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
         prefix: the prefix of the keys, one of the prefixes in `names`.
         leaves: {path: spec} of parameters and state.
         who: the model and the framework, for error messages.
+        whole: whether every array needs a rule. Default True.
 
     Raises:
         ValueError: no rule matches an array, or two arrays have the same key (name in the file).
@@ -99,7 +102,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
                 reads.append(_entry(rule, start, *place))
                 beside += [_entry(spare, start, *place) for spare in rule.beside]
     lacking = [path for path in leaves if path not in taken]
-    if lacking:
+    if lacking and whole:
         raise ValueError(
             f"{who}: no rule matches {', '.join(map(repr, lacking[:4]))}"
             + (f" and {len(lacking) - 4} more" if len(lacking) > 4 else "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import jax
 
+from fnet.models.weights._weight_names import Names
+
 
 def known_names(model):
     known = getattr(model, "NAMES", None)
@@ -20,6 +22,9 @@ def known_names(model):
 
 
 def rules_of(model, name):
+    """Returns the rules of a framework for a model; `name` is a key of its `NAMES`, or a `Names`."""
+    if isinstance(name, Names):
+        return name.of(model)
     known = known_names(model)
     if name not in known:
         raise ValueError(f"{type(model).__name__} has no names {name!r}; it has {', '.join(known)}")
@@ -27,13 +32,18 @@ def rules_of(model, name):
 
 
 def who(model, name):
-    return f"{type(model).__name__}, names of {name}"
+    return f"{type(model).__name__}, names of {label(name)}"
 
 
-def leaves_of(model):
+def label(name):
+    return "the rules in names=" if isinstance(name, Names) else name
+
+
+def leaves_of(model, name=None):
     """Returns ({path: "params" or "state"}, {path: spec}) of all arrays of a model."""
-    known_names(model)
-    spec = model.spec(*inputs_of(model))
+    if not isinstance(name, Names):
+        known_names(model)
+    spec = model.spec(*inputs_of(model, name))
     kinds, leaves = {}, {}
     for kind, tree in zip(("params", "state"), spec):
         for path, leaf in jax.tree.leaves_with_path(tree):
@@ -42,8 +52,15 @@ def leaves_of(model):
     return kinds, leaves
 
 
-def inputs_of(model):
+def inputs_of(model, name=None):
     """Returns a tuple of inputs for `model.spec` and `model.check`."""
+    if isinstance(name, Names) and name.inputs:
+        return name.inputs
+    if not hasattr(model, "example"):
+        raise TypeError(
+            f"pretrained: a {type(model).__name__} has no example() of its inputs; pass them in "
+            "names=Names(rules, inputs=(x,))"
+        )
     example = model.example()
     return example if isinstance(example, tuple) else (example,)
 
@@ -81,7 +98,7 @@ def described(model, name):
     framework `name`."""
     return {
         field
-        for config in model.CONFIGS.values()
+        for config in getattr(model, "CONFIGS", {}).values()
         if name in config.names
         for field in config.compared()
     }
@@ -101,7 +118,7 @@ def check_config(model, name, path, compared=()):
         want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
         have = ", ".join(f"{field}={getattr(model, field)!r}" for field in wanted)
         raise ValueError(
-            f"{path}: weights with the names of {name} need a {type(model).__name__} with {want}, "
+            f"{path}: weights with the names of {label(name)} need a {type(model).__name__} with {want}, "
             f"got "
             f"{have}; use dataclasses.replace(model, {want}), or pretrained.model(name of the "
             f"preset, "

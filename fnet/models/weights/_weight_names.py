@@ -72,6 +72,34 @@ def flattened(height: int, width: int) -> Layout:
     return Layout(f"flattened {height} x {width}", ours, theirs)
 
 
+def reshaped(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Layout:
+    """Returns the layout of an array that has another shape in the file, but the same order.
+
+    >>> reshaped((4,), (1, 1, 4)).ours(np.ones((1, 1, 4))).shape
+    (4,)
+    """
+    return Layout(
+        f"reshaped from {theirs} to {ours}",
+        lambda array: array.reshape(ours),
+        lambda array: array.reshape(theirs),
+    )
+
+
+def pointwise(dims: int) -> Layout:
+    """Returns the layout of a dense layer's kernel that is a convolution with a window of 1 in the
+    file, of `dims` dimensions.
+
+    >>> pointwise(2).ours(np.ones((10, 64, 1, 1))).shape
+    (64, 10)
+    """
+    ones = (1,) * dims
+    return Layout(
+        f"pointwise {dims}",
+        lambda array: array.reshape(array.shape[:2]).T,
+        lambda array: array.T.reshape(*array.T.shape, *ones),
+    )
+
+
 def interleaved(heads: int) -> Layout:
     """The layout of query, key and value in one array that is interleaved by head, as in GPT-NeoX.
 
@@ -205,6 +233,8 @@ class Names:
         image: the `ImageInput` with which the publisher evaluated the weights.
         only_named: whether `save` uses these names only if you select them with `names=` or
             `like=`.
+        inputs: inputs of the model, arrays or `jax.ShapeDtypeStruct`s, for a model without a method
+            `example`.
 
     >>> names = models.pretrained.Names((models.pretrained.torch.dense("head", "fc"),), metadata={"format": "pt"})
     """
@@ -217,6 +247,7 @@ class Names:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     image: ImageInput | None = None
     only_named: bool = False
+    inputs: tuple = ()
 
     def of(self, model: Any) -> Names:
         """Returns a copy of `Names` in which `rules` is the tuple of naming rules for a model."""

@@ -15,7 +15,7 @@ from fnet.layers._spec import put
 from fnet.models.weights import _key_map, _match, _tensors
 from fnet.models.weights._config import LISTED, Config, Configuration
 from fnet.models.weights._key_map import Entry, KeyMap
-from fnet.models.weights._weight_names import Rule, Spare, Tied
+from fnet.models.weights._weight_names import Names, Rule, Spare, Tied
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +31,8 @@ class Weights:
         metadata: the texts in the file.
         configuration: the config.json beside the file, which is read when it is first needed.
         model: the model, from `of` on.
-        framework: a key of the model's `NAMES`, from `matched` on.
+        framework: a key of the model's `NAMES`, or the `Names` that the caller passed, from `matched`
+            on.
         key_map: the keys of the model's arrays, from `matched` on.
         kinds: {path of an array of the model: "params" or "state"}, from `matched` on.
     """
@@ -41,7 +42,7 @@ class Weights:
     metadata: Mapping[str, str]
     configuration: Configuration
     model: Any = None
-    framework: str = ""
+    framework: str | Names = ""
     key_map: KeyMap = dataclasses.field(default_factory=lambda: KeyMap([], []))
     kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -57,7 +58,7 @@ class Weights:
         return cls(path, arrays, metadata, Configuration(path.parent))
 
     @classmethod
-    def new(cls, model: Any, names: str | None) -> Weights:
+    def new(cls, model: Any, names: str | Names | None) -> Weights:
         """Returns the weights of a model before there is a file: without tensors, but with the
         framework and the key map.
 
@@ -70,19 +71,25 @@ class Weights:
         """
         framework = _match.names_to_write(model) if names is None else names
         rules = _match.rules_of(model, framework)
-        kinds, leaves = _match.leaves_of(model)
+        kinds, leaves = _match.leaves_of(model, framework)
         prefix = _key_map.prefix_to_write(rules, leaves)
         key_map = _key_map.key_map(rules, prefix, leaves, _match.who(model, framework))
         nowhere = Path()
         return cls(nowhere, {}, {}, Configuration(nowhere), model, framework, key_map, kinds)
 
-    def of(self, model: Any) -> Weights:
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, Any]) -> Weights:
+        """Returns the weights in a dict of arrays."""
+        return cls(Path("the arrays"), arrays, {}, Configuration(Path()))
+
+    def of(self, model: Any, names: str | Names | None = None) -> Weights:
         """Returns the weights of a model, with current names in place of those of older files.
 
         Raises:
-            TypeError: the model has no `NAMES`.
+            TypeError: the model has no `NAMES`, and `names` are none.
         """
-        return dataclasses.replace(self, model=model, tensors=_renamed(model, self.tensors))
+        known = (names,) if isinstance(names, Names) else _match.known_names(model).values()
+        return dataclasses.replace(self, model=model, tensors=_renamed(known, self.tensors))
 
     def of_keys(self) -> Weights:
         """Returns the weights of the model with the fields that only the keys determine."""
@@ -93,18 +100,18 @@ class Weights:
         model that was made from it is compared, too: two fields may contradict each other."""
         return self.configuration.check(self.model)
 
-    def matched(self, names: str | None = None) -> Weights:
+    def matched(self, names: str | Names | None = None) -> Weights:
         """Returns the weights with the framework of their names, and the key map.
 
         Args:
-            names: the framework. Default: the one whose rules match the most keys.
+            names: the framework, or the rules. Default: the one whose rules match the most keys.
 
         Raises:
             ValueError: the file contains no arrays of the model.
         """
         if self.framework:
             return self
-        kinds, leaves = _match.leaves_of(self.model)
+        kinds, leaves = _match.leaves_of(self.model, names)
         framework, key_map = _detected(self.model, leaves, self.tensors, names, self.path)
         return dataclasses.replace(self, framework=framework, key_map=key_map, kinds=kinds)
 
@@ -114,7 +121,7 @@ class Weights:
         Args:
             changes: fields of the model and their values, which override the requirements.
         """
-        required = {**self.model.NAMES[self.framework].config, **changes}
+        required = {**_match.rules_of(self.model, self.framework).config, **changes}
         model = dataclasses.replace(self.model, **required)
         if model == self.model:
             return self
@@ -222,14 +229,10 @@ class Weights:
         return ours
 
 
-def _renamed(model, arrays):
+def _renamed(known, arrays):
     """Returns the arrays of a file, with the names of older files (`Names.aliases`) replaced by the
     current names."""
-    aliases = {
-        old: new
-        for names in _match.known_names(model).values()
-        for old, new in names.aliases.items()
-    }
+    aliases = {old: new for names in known for old, new in names.aliases.items()}
     current = {}
     for key, array in arrays.items():
         old = next((old for old in aliases if key.endswith(old)), None)
@@ -267,10 +270,11 @@ def _detected(model, leaves, arrays, name, path):
     (hits, _), framework, key_map = best
     if 10 * hits < len(key_map.keys()):
         held, wanted = (", ".join(map(repr, list(keys)[:3])) for keys in (arrays, key_map.keys()))
-        frameworks = " or ".join(_match.known_names(model)) if name is None else name
+        frameworks = " or ".join(_match.known_names(model)) if name is None else _match.label(name)
         raise ValueError(
             f"{path} contains no weights of a {type(model).__name__} with the names of "
-            f"{frameworks}: its keys are {held}, ...; expected {wanted}, ... for {framework}"
+            f"{frameworks}: its keys are {held}, ...; expected {wanted}, ... for "
+            f"{_match.label(framework)}"
         )
     return framework, key_map
 
@@ -301,8 +305,8 @@ def _check_keys(model, name, key_map, arrays, path):
     if problems:
         rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
         raise ValueError(
-            f"{path} does not match this {type(model).__name__} with the names of {name}: "
-            f"{'; '.join(problems[:LISTED])}{rest}"
+            f"{path} does not match this {type(model).__name__} with the names of "
+            f"{_match.label(name)}: {'; '.join(problems[:LISTED])}{rest}"
         )
 
 
