@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -88,7 +89,7 @@ class Verdict:
         """
         if self._program is None:
             return False
-        closed, opened = self._program
+        closed, _ = self._program
         tree, modules, _ = mutable.extract((args, kwargs))
         arrays, _ = array_leaves((tree, modules))
         types = [(tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype)) for x in arrays]
@@ -99,8 +100,12 @@ class Verdict:
             return False
         if self.status == "proved":
             return True
-        error, _ = checked(closed, opened, self.conditions)(*arrays)
+        error, _ = self._checked(*arrays)
         return error.get() is None
+
+    @functools.cached_property
+    def _checked(self) -> Callable:
+        return jax.jit(checked(*self._program, self.conditions))
 
     def __str__(self) -> str:
         if self.status == "proved":
@@ -209,7 +214,15 @@ class Dependence:
         >>> report.padding("t", 3, known={"mask": jnp.array([True, True, True, False])}).status
         'proved'
         """
-        constants = {self._index(name): np.asarray(x) for name, x in (known or {}).items()}
+        constants = {}
+        for name, array in (known or {}).items():
+            i = self._index(name)
+            expected = self._traced.arrays[i]
+            constants[i] = np.asarray(array, expected.dtype)
+            if np.shape(array) != expected.shape:
+                raise ValueError(
+                    f"padding: {name!r} has shape {np.shape(array)}, expected {expected.shape}"
+                )
         return self._decided(Padding(self._axis(axis), axis, length, constants), trials)
 
     def _decided(self, claim: Claim, trials: bool) -> Verdict:
