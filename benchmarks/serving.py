@@ -36,29 +36,23 @@ CLIENTS, TIME = (1, 8, 64), 32
 CODES = {"float32": "FP32", "int32": "INT32"}
 
 
-def minilm(path):
-    """Exports MiniLM with mean pooling, for sentences of 32 tokens. Returns the name of the input,
-    and input rows."""
+def minilm():
+    """MiniLM with mean pooling, for sentences of 32 tokens: the exported program, the name of the
+    input, and input rows."""
     model = models.Bert(**models.Bert.PRESETS["minilm-l6"])
     tokens = jnp.zeros((1, TIME), jnp.int32)
     params, _ = model.init(jax.random.key(0), tokens)
     embed = lambda params, tokens: model(params, tokens).hidden.mean(1)
     rows = np.random.default_rng(0).integers(0, model.vocab_size, (16, 1, TIME)).astype(np.int32)
-    write(
-        export.program(embed, params, tokens=export.spec(f"b, {TIME}", "int32")),
-        path,
-        "tokens",
-        rows[0],
-    )
-    return "tokens", rows
+    program = export.program(embed, params, tokens=export.spec(f"b, {TIME}", "int32"))
+    return program, "tokens", rows
 
 
-def resnet50(path):
+def resnet50():
     model = models.ResNet(**models.ResNet.PRESETS["resnet50"])
     rows = np.random.default_rng(0).normal(size=(8, 1, 224, 224, 3)).astype(np.float32)
     params, state = model.init(jax.random.key(0), rows[0])
-    write(export.program(model, params, state, x=export.spec("b, 224, 224, 3")), path, "x", rows[0])
-    return "x", rows
+    return export.program(model, params, state, x=export.spec("b, 224, 224, 3")), "x", rows
 
 
 MODELS = {"minilm": minilm, "resnet50": resnet50}
@@ -85,7 +79,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models:
             path = Path(folder) / model
-            name, rows = MODELS[model](path)
+            program, name, rows = MODELS[model]()
+            write(program, path, name, rows[0])
             bundle = export.load(path.with_suffix(".fnet"))
             want = [np.asarray(bundle(row)) for row in rows]
             peers = {
@@ -115,12 +110,13 @@ def main():
 
 
 @contextlib.contextmanager
-def process(command, ready):
+def process(command, ready, **environment):
+    """Starts a server, and yields its port."""
     started = subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
     )
     try:
         line = next(line for line in started.stdout if ready in line)
@@ -136,25 +132,26 @@ def fnet_serve(path, max_batch, name, rows):
     file = path.with_suffix(".fnet")
     options = ["--port=0", f"--max-batch={max_batch}", "--timeout=300"]
     with process(["-m", "fnet.cli", "serve", str(file), *options], "serving on") as port:
-        requests = []
-        for row in rows:
-            tensor = {
-                "name": name,
-                "shape": list(row.shape),
-                "datatype": CODES[str(row.dtype)],
-                "parameters": {"binary_data_size": row.nbytes},
-            }
-            head = json.dumps(
-                {"inputs": [tensor], "parameters": {"binary_data_output": True}}
-            ).encode()
-            requests.append(
-                http(
-                    f"/v2/models/{path.name}/infer",
-                    head + row.tobytes(),
-                    f"Inference-Header-Content-Length: {len(head)}\r\n",
-                )
-            )
-        yield port, requests
+        yield port, [infer(path.name, {name: row}) for row in rows]
+
+
+def infer(model, inputs):
+    """The bytes of a request for a model of `fnet serve`."""
+    tensors = [
+        {
+            "name": name,
+            "shape": list(x.shape),
+            "datatype": CODES[str(x.dtype)],
+            "parameters": {"binary_data_size": x.nbytes},
+        }
+        for name, x in inputs.items()
+    ]
+    head = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": True}}).encode()
+    return http(
+        f"/v2/models/{model}/infer",
+        head + b"".join(x.tobytes() for x in inputs.values()),
+        f"Inference-Header-Content-Length: {len(head)}\r\n",
+    )
 
 
 @contextlib.contextmanager

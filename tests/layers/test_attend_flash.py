@@ -262,6 +262,19 @@ def test_splash_attention_in_pallas_interpreter(options, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_splash_attention_keeps_rows_apart(value, monkeypatch):
+    """What one row of a batch holds changes no bit of another."""
+    interpreted = functools.partial(_jax.kernels.splash_attention, interpret=True)
+    monkeypatch.setattr(_jax.kernels, "splash_attention", interpreted)
+    form, operands, where, y = problem({"causal": True, "lengths": [40, 128]}, jnp.float32)
+    run = jax.jit(functools.partial(both, "tpu", form))
+    hostile = tuple(x.at[1].set(value) for x in operands)
+    for got, want in zip(run(hostile, where, y), run(operands, where, y)):
+        assert np.asarray(got[0]).tobytes() == np.asarray(want[0]).tobytes()
+        assert not np.isfinite(got[1]).all()
+
+
 def stand_in(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True):
     """What cuDNN documents that it computes; where a row has no keys, something that is not a
     number."""
