@@ -41,6 +41,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 gc.set_threshold(20_000, 10, 10)
 
 
+# The marks `independent`, `causal` and `segments`. Imported after the environment is set, above.
+pytest_plugins = ["fnet.introspect.pytest_plugin"]
+
 # A run in the background may have inherited that these are ignored, which the processes of tests
 # would inherit too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

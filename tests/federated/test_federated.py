@@ -13,8 +13,9 @@ import numpy as np
 import optax
 import pytest
 
-from fnet import federated
+from fnet import federated, introspect
 from fnet import training as tr
+from fnet.search._population import Population
 
 
 def parts(sizes, dtype="float64"):
@@ -202,6 +203,49 @@ def test_a_client_that_diverges_does_not_answer():
     round = federated.fedavg(local_step, data, server=optax.sgd(1.0), sampled=2, method="vmap")
     state, metrics = run(round, federated.init(jax.random.key(0), jnp.float32(0), optax.sgd(1.0)))
     assert float(state.params) == 1 and float(metrics["answers"]) == 1
+
+
+def a_round():
+    """A round of four uneven clients, its data, the parameters of the server, and its clients."""
+    round = federated.fedavg(
+        federated.local(loss, optax.sgd(0.1)),
+        federated.clients(parts([5, 2, 8, 1], "float32")),
+        server=optax.sgd(1.0),
+        sampled=4,
+        epochs=2,
+        batch_size=3,
+        method="vmap",
+    )
+    state = federated.init(jax.random.key(0), params("float32"), optax.sgd(1.0))
+    ((_, _, data),) = round._places
+    clients, _ = round._begin((state.params, state.key, state.step), data[1], 0, 4)
+    with_members = lambda members: Population(
+        clients.step, members, clients.hyper, clients.diverged
+    )
+    return round, data, state.params, clients.members, with_members
+
+
+@pytest.mark.independent(in_axes=(0,))
+def test_a_client_learns_from_its_own_examples_alone():
+    round, data, server, members, with_members = a_round()
+
+    def local(members):
+        return round._step.plain(with_members(members), (np.int32(1), data, server))[0].members
+
+    return local, members
+
+
+def test_what_a_client_without_an_answer_has_learned_reaches_nothing():
+    """Two of four clients do not answer."""
+    round, data, server, members, with_members = a_round()
+
+    def closed(members, answers):
+        return round._close(with_members(members), answers, {}, server, data[1])
+
+    answers = np.array([True, True, False, False])
+    report = introspect.depends(closed, members, answers, axes={"clients": ((0, 0), None)})
+    assert report.padding("clients", 2, known={"answers": answers}).status == "proved"
+    assert report.padding("clients", 2, known={"answers": ~answers}).status == "refuted"
 
 
 def test_clipped_and_noisy_gradients_are_those_of_optax():

@@ -193,4 +193,7 @@ def test_constant_results_and_empty_arrays():
     assert empty.verdict("independent", 0).status == "proved"
     keys = introspect.depends(lambda k: k[::-1], jax.random.split(jax.random.key(0), 4))
     assert keys.verdict("independent", 0).status in ("refuted", "tested")
+    key = jax.random.key(0)
+    noisy = introspect.depends(lambda x: x + jax.random.normal(key, x.shape), X)
+    assert noisy.verdict("independent", 0).status == "proved"
     assert introspect.depends(jnp.tanh, X, axes={"b": np.int64(0)}).check(independent="b")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from checks import close, counted
 
-from fnet import parallel
+from fnet import introspect, parallel
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(44, 6)).astype(np.float32), RNG.normal(size=44).astype(np.float32)
@@ -74,6 +74,17 @@ def test_a_ragged_epoch_has_the_loss_of_one_device(plan):
         seen.append(int(metrics["rows"]))
     close(state, one)
     assert seen == [16, 16, 12] and traced.calls == 1
+
+
+def test_padding_reaches_nothing_in_a_step_that_reads_its_weights(plan):
+    """Of a batch with 12 of 16 rows, as `feed` fills it: proved for the weights that it sets."""
+    (batch,) = parallel.feed([{"x": X[:12], "y": Y[:12]}], plan)
+    state, rows = init(jax.random.key(0)), {"x": 0, "y": 0, "weight": 0}
+    report = introspect.depends(step, state, batch, axes={"b": ((None, rows), None)})
+    verdict = report.padding("b", 12, known={"batch['weight']": batch["weight"]})
+    assert verdict.status == "proved if" and verdict.holds(state, batch)
+    careless_report = introspect.depends(careless, state, batch, axes={"b": ((None, rows), None)})
+    assert careless_report.padding("b", 12).status == "refuted"
 
 
 def test_padding_is_the_last_row_and_weights_are_kept(plan):

@@ -46,6 +46,11 @@ def test_per_example_equals_a_loop():
     close(jax.tree.map(lambda a: a.mean(0), got), jax.value_and_grad(loss)(PARAMS, X))
 
 
+@pytest.mark.independent(in_axes=(None, 0))
+def test_the_gradient_of_an_example_depends_on_it_alone():
+    return ft.per_example(jax.value_and_grad(loss)), PARAMS, X
+
+
 @pytest.mark.parametrize("argnums", [0, (0,), -2, (-2,)])
 def test_per_example_argnums(argnums):
     f = lambda x, scale: (x * scale).sum()

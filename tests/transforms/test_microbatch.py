@@ -62,6 +62,15 @@ def test_weighted_loss_sums_numerator_and_weight(dtype, tolerance):
         )
 
 
+@pytest.mark.independent(in_axes=(None, 0))
+@pytest.mark.parametrize("n", [1, 4])
+def test_rows_of_the_result_depend_on_their_own_rows_alone(n):
+    """Row i of an averaged function of rows is the mean over row i of each slice."""
+    rows = lambda params, x: MODEL(params, x)
+    averaged = lambda params, x: ft.microbatch(rows, n)(params, x.reshape(-1, 4))
+    return averaged, PARAMS, jnp.ones((24 // n, n, 4))
+
+
 @pytest.mark.exhaustive
 def test_slice_of_weight_zero_contributes_nothing():
     # Rows i, i + 4, ... make slice i: slice 1 is padding, and its loss is 0 / 0.

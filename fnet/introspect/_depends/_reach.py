@@ -148,7 +148,7 @@ def container(dtype: Any) -> np.dtype | None:
 def constant(array: Any) -> Reach:
     """A known value. Large constants stay unknown."""
     shape = tuple(np.shape(array))
-    dtype = container(getattr(array, "dtype", np.asarray(array).dtype))
+    dtype = container(array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype)
     if dtype is None or math.prod(shape) > MOST:
         return nothing(shape)
     value = np.asarray(array).astype(dtype)
