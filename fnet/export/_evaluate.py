@@ -117,7 +117,7 @@ def _others(name: str) -> Mapping[str, Any]:
 
 
 _FUNCTIONS = """exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt
-cbrt erf erfc erf_inv lgamma""".split()
+cbrt erf erfc erf_inv lgamma digamma""".split()
 _CALLS: dict[str, Callable] = {
     **{name: getattr(lax, name) for name in _FUNCTIONS},
     "mul": lambda x: lax.mul(x, x),
@@ -390,7 +390,12 @@ OPERATIONS: dict[str, Callable] = {
             "reduce_xor",
         )
     },
-    **{name: _cumulative(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
+    **{
+        name: _cumulative(name)
+        for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+    },
+    "total_lt": _each("lt_to"),
+    "total_le": _each("le_to"),
     **{name: _position(name) for name in ("argmax", "argmin")},
     "mul": lambda run, options, types, x, y: _bind("mul", x, y),
     "select": _each("select_n"),

@@ -423,7 +423,7 @@ _IRRELEVANT: dict[str, str] = {
     "branches_platforms": "the index of the branch is an operand",
 }
 _FUNCTIONS = """exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt
-cbrt erf erfc erf_inv lgamma""".split()  # with an accuracy, or without, depending on the version of JAX
+cbrt erf erfc erf_inv lgamma digamma""".split()  # with an accuracy, or without, depending on the version of JAX
 _SAME_NAME = """
 neg sign floor ceil is_finite abs not add sub mul div rem max min pow atan2 and or xor eq ne lt le gt ge nextafter
 shift_left shift_right_logical shift_right_arithmetic clamp population_count real imag
@@ -445,8 +445,10 @@ _OPTIONS: dict[str, tuple] = {
     **{name: (None, _of(axes="axes")) for name in ("argmax", "argmin")},
     **{
         name: (None, _of(axis="axis", reverse="reverse"))
-        for name in ("cumsum", "cumprod", "cummax", "cummin")
+        for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
     },
+    "lt_to": ("total_lt", None),
+    "le_to": ("total_le", None),
     "select_n": ("select", None),
     "integer_pow": ("power", _of(exponent="y")),
     "round": ("round", _round),

@@ -89,7 +89,7 @@ def gather(run, options, types, x, indices):
         y = _evaluate.OPERATIONS["gather"](run, {**options, "fill": None}, types, x, starts)
     else:
         place = _places(options, x.shape, starts, sizes, options["collapsed"])
-        y = x.reshape(-1).at[place].get(mode="promise_in_bounds")
+        y = jnp.asarray(x).reshape(-1).at[place].get(mode="promise_in_bounds")
         count, rest = inside.ndim, iter(range(inside.ndim))
         y = y.transpose(
             [count + offset.index(i) if i in offset else next(rest) for i in range(y.ndim)]

@@ -65,10 +65,11 @@ def _number(x, value):
 
 
 def _choose(condition, x, y):
-    """Selects x where the condition is true. x or y may be a number."""
-    shape, dtype = condition.shape, next(z.dtype for z in (x, y) if hasattr(z, "dtype"))
+    """Selects x where the condition is true. Each of them may be a number."""
+    shape = np.broadcast_shapes(*map(np.shape, (condition, x, y)))
+    dtype = next(z.dtype for z in (x, y) if hasattr(z, "dtype"))
     x, y = (jnp.broadcast_to(jnp.asarray(z, dtype), shape) for z in (x, y))
-    return lax.select(condition, x, y)
+    return lax.select(jnp.broadcast_to(condition, shape), x, y)
 
 
 def _polynomial(z, *coefficients):
@@ -196,6 +197,15 @@ def _sign(x):
     return _choose(x == 0, x, y) if jnp.issubdtype(x.dtype, jnp.floating) else y
 
 
+def _total_lt(x, y):
+    """Whether x < y in the total order, in which -0.0 is less than 0.0 and NaN larger than all other
+    numbers. The sign of a NaN is not seen; `jnp.searchsorted` removes it before it compares."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x < y
+    zeros = (x == y) & (_number(x, 1) / x < _number(y, 1) / y)
+    return (x < y) | (x == x) & (y != y) | zeros
+
+
 def _clamp(low, x, high):
     low, high = (jnp.broadcast_to(limit, x.shape) for limit in (low, high))
     return lax.min(lax.max(x, low), high)
@@ -321,6 +331,8 @@ OPERATIONS: dict[str, Callable] = {
             "rem": _rem,
             "div": _div,
             "clamp": _clamp,
+            "total_lt": _total_lt,
+            "total_le": lambda x, y: ~_total_lt(y, x),
             "shift_right_logical": _shifted(_shift_right_logical, lambda x: _number(x, 0)),
             "shift_right_arithmetic": _shifted(
                 lax.shift_right_arithmetic,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fnet.export.onnx import _functions
+from fnet.export.onnx import _functions, _special
 from fnet.export.onnx._graph import INT64, added, same
 
 
@@ -78,6 +78,11 @@ ELEMENTWISE: dict[str, Callable] = {
     "expm1": _functions.expm1,
     "log1p": _functions.log1p,
     "erfc": _functions.erfc,
+    "erf_inv": _special.erf_inv,
+    "lgamma": _special.lgamma,
+    "digamma": _special.digamma,
+    "total_lt": _special.less_in_total_order,
+    "total_le": _special.at_most_in_total_order,
     "tanh": _functions.tanh,
     "cbrt": _functions.cbrt,
     "atan2": _functions.atan2,

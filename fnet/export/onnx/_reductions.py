@@ -17,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fnet.export.onnx._graph import INT64, product
+from fnet.export.onnx._special import log_add_exp
 
 _BLOCK = 256  # summands that float32 adds one after the other with an error below 1e-5
 _CONTIGUOUS = 2048  # along the last axes, onnxruntime adds several partial sums
@@ -259,7 +260,11 @@ def cumsum(e):
     return [e.g.without_negative_zeros(y) if e.dtype.kind == "f" else y]
 
 
-def _cumulative(kind: str) -> Callable:
+def _operator(kind: str) -> Callable:
+    return lambda e, x, y: e.g.op(kind, x, y)
+
+
+def _cumulative(function: Callable) -> Callable:
     def convert(e):
         y, axis = e.x(0), e.options["axis"]
         n, reverse = e.shape[axis], e.options["reverse"]
@@ -270,13 +275,10 @@ def _cumulative(kind: str) -> Callable:
             first, rest = e.g.slice(y, 0, step, axis), e.g.slice(y, step, n, axis)
             if reverse:
                 first, rest = e.g.slice(y, 0, n - step, axis), e.g.slice(y, n - step, n, axis)
-                y = e.g.op(
-                    "Concat", e.g.op(kind, first, e.g.slice(y, step, n, axis)), rest, axis=axis
-                )
+                first = function(e, first, e.g.slice(y, step, n, axis))
             else:
-                y = e.g.op(
-                    "Concat", first, e.g.op(kind, rest, e.g.slice(y, 0, n - step, axis)), axis=axis
-                )
+                rest = function(e, rest, e.g.slice(y, 0, n - step, axis))
+            y = e.g.op("Concat", first, rest, axis=axis)
         return [y]
 
     return convert
@@ -351,9 +353,10 @@ OPERATIONS: dict[str, Callable] = {
     "argmax": _arg("ArgMax"),
     "argmin": _arg("ArgMin"),
     "cumsum": cumsum,
-    "cumprod": _cumulative("Mul"),
-    "cummax": _cumulative("Max"),
-    "cummin": _cumulative("Min"),
+    "cumprod": _cumulative(_operator("Mul")),
+    "cummax": _cumulative(_operator("Max")),
+    "cummin": _cumulative(_operator("Min")),
+    "cumlogsumexp": lambda e: [e.g.without_negative_zeros(y) for y in _cumulative(log_add_exp)(e)],
     "sort": sort,
     "top_k": top_k,
 }

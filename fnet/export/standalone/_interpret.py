@@ -226,8 +226,51 @@ def _lgamma(x):
         return math.inf
 
 
+def _digamma(run, options, types, x):
+    """Computes the derivative of lgamma from Lanczos' approximation of the gamma function (g = 7),
+    and where x < 0.5 from digamma(x) = digamma(1 - x) - pi / tan(pi x)."""
+    number = np.asarray(_flushed(x), np.float64)
+    reflected = number < 0.5
+    z = np.where(reflected, -number, number - 1)
+    places = z[..., None] + np.arange(1, len(_LANCZOS))
+    terms = np.array(_LANCZOS[1:]) / places
+    y = np.log(z + 7.5) - (terms / places).sum(-1) / (_LANCZOS[0] + terms.sum(-1)) - 7 / (z + 7.5)
+    angle = np.pi * (number - np.floor(number + 0.5))
+    y = np.where(reflected, y - np.pi * np.cos(angle) / np.sin(angle), y)
+    pole = (number < 0) & (number == np.floor(number))
+    y = np.where(pole, np.nan, y)
+    return [np.where(number == 0, -np.inf, y).astype(x.dtype)]  # NaN before jax 0.11
+
+
+_LANCZOS = (
+    0.99999999999980993227684700473478,
+    676.520368121885098567009190444019,
+    -1259.13921672240287047156078755283,
+    771.3234287776530788486528258894,
+    -176.61502916214059906584551354,
+    12.507343278686904814458936853,
+    -0.13857109526572011689554707,
+    9.984369578019570859563e-6,
+    1.50563273514931155834e-7,
+)
+
+
+def _log_add_exp(x, y):
+    distance = np.abs(x - y)
+    finite = _maximum(x, y) + np.log1p(np.exp(-distance))
+    return np.where(np.isnan(distance), x + y, finite).astype(x.dtype)
+
+
+def _in_total_order(x):
+    """Returns integers in the order of XLA's total order: -NaN, -inf, ..., -0.0, 0.0, ..., NaN."""
+    if x.dtype.kind not in "fV":
+        return x
+    bits = np.ascontiguousarray(x).view(f"i{x.itemsize}")
+    return np.where(bits < 0, bits ^ np.iinfo(bits.dtype).max, bits)
+
+
 def _erf_inv(x):
-    """Computes the inverse error function by Newton's method."""
+    """Computes the inverse error function by Newton's method, near 1 and -1 that of erfc."""
     if x == 0 or x != x:
         return x
     if abs(x) >= 1:
@@ -236,7 +279,10 @@ def _erf_inv(x):
     half = 2 / (math.pi * 0.147) + logarithm / 2
     y = math.copysign(math.sqrt(math.sqrt(half * half - logarithm / 0.147) - half), x)
     for _ in range(4):
-        y -= (math.erf(y) - x) / (2 / math.sqrt(math.pi) * math.exp(-y * y))
+        excess = math.erf(y) - x
+        if abs(x) > 0.5:
+            excess = math.copysign(1, x) * (1 - abs(x) - math.erfc(abs(y)))
+        y -= excess / (2 / math.sqrt(math.pi) * math.exp(-y * y))
     return y
 
 
@@ -772,6 +818,9 @@ OPERATIONS = {
     "erfc": _scalar(math.erfc),
     "erf_inv": _scalar(_erf_inv),
     "lgamma": _scalar(_lgamma),
+    "digamma": _digamma,
+    "total_lt": lambda run, options, types, x, y: [_in_total_order(x) < _in_total_order(y)],
+    "total_le": lambda run, options, types, x, y: [_in_total_order(x) <= _in_total_order(y)],
     "reduce_sum": _by_kind(_reduce(_add, _zero), _reduce_exactly(np.add, _zero)),
     "reduce_prod": _by_kind(_reduce(_multiply, _one), _reduce_exactly(np.multiply, _one)),
     "reduce_max": _by_kind(_reduce(_maximum, _lowest), _reduce_exactly(np.maximum, _lowest)),
@@ -785,6 +834,7 @@ OPERATIONS = {
     "cumprod": _cumulative(_multiply, _one),
     "cummax": _cumulative(_maximum, _lowest),
     "cummin": _cumulative(_minimum, _highest),
+    "cumlogsumexp": _cumulative(_computed(_log_add_exp), _lowest),
     "select": _select,
     "power": _power_of,
     "reduce_precision": _reduce_precision,

@@ -23,7 +23,7 @@ _EXACT = set(
     """neg abs sign floor ceil is_finite not max min and or xor eq ne lt le gt ge select round broadcast
 reshape iota transpose reverse concatenate pad slice dynamic_slice dynamic_update_slice gather sort top_k argmax argmin
 reduce_max reduce_min reduce_and reduce_or reduce_xor cummax cummin window_max window_min size scan while cond clamp
-real imag population_count shift_left shift_right_logical shift_right_arithmetic nextafter""".split()
+real imag population_count shift_left shift_right_logical shift_right_arithmetic nextafter total_lt total_le""".split()
 )
 _SUMS = {
     "dot",
