@@ -124,6 +124,26 @@ def test_attention_in_three_forms():
     )
 
 
+def test_attention_over_keys_of_another_size():
+    @nn.layer
+    def model(scope, x, source):
+        return nn.Attention(2)(scope["cross"], x, source)
+
+    arrays = {
+        "attn.q_proj_weight": array(8, 8),
+        "attn.k_proj_weight": array(8, 6),
+        "attn.v_proj_weight": array(8, 6),
+        "attn.in_proj_bias": array(24),
+        **affine("attn.out_proj", 8, 8),
+    }
+    proposal = pretrained.names(arrays, model(), (jnp.ones((1, 3, 8)), jnp.ones((1, 5, 6))))
+    assert proposal.lines == ('pretrained.torch.attention("cross", "attn")',)
+    params, _ = pretrained.load(model(), arrays, names=proposal)
+    np.testing.assert_array_equal(
+        params["cross"]["value"]["kernel"], arrays["attn.v_proj_weight"].T
+    )
+
+
 def test_layouts_are_part_of_the_lines():
     @nn.layer
     def model(scope, x):  # [batch, height, width, 4]
@@ -330,6 +350,37 @@ def test_prove_compares_another_module():
 
     with pytest.raises(ValueError, match="The outputs differ by"):
         proposal.prove(Another(), x)
+
+
+def test_equal_arrays_of_a_new_module_hide_no_exchange():
+    """Two new norms are the same function, until the weights come."""
+
+    class New(tt.Module):
+        def __init__(self):
+            self.second, self.fc = tt.LayerNorm(4), tt.Linear(4, 4)
+            self.first, self.zero = tt.LayerNorm(4), tt.Linear(4, 4)
+            for norm in (self.first, self.second):
+                norm.weight.array[:], norm.bias.array[:] = 1, 0
+            self.zero.weight.array[:], self.zero.bias.array[:] = 0, 0
+
+        def forward(self, x):
+            return self.zero(self.second(self.fc(self.first(x))))
+
+    @nn.layer
+    def model(scope, x):
+        x = nn.Dense(4)(scope["dense"], nn.LayerNorm()(scope["a"], x))
+        return nn.Dense(4)(scope["last"], nn.LayerNorm()(scope["b"], x))
+
+    module, x = New(), array(2, 4)
+    before = {key: value.array.copy() for key, value in module.state_dict().items()}
+    proposal = pretrained.names(module, model(), x)
+    assert proposal.proof.equal
+    assert 'pretrained.torch.norm("a", "first")' in proposal.lines
+    after = module.state_dict()
+    assert all(np.array_equal(after[key].array, value) for key, value in before.items())
+    wrong = torch.norm("a", "second"), torch.norm("b", "first")
+    found = pretrained.names(module, model(), x, rules=wrong)
+    assert found.proof.problem.startswith("The first layer that differs is 'a', from 'second'")
 
 
 class Images(tt.Module):

@@ -22,6 +22,12 @@ class Tensor:
     def numpy(self):
         return self.array
 
+    def clone(self):
+        return Tensor(self.array.copy())
+
+    def copy_(self, other):
+        self.array[...] = other.array
+
     def data_ptr(self):
         return id(self.array)
 
@@ -70,6 +76,9 @@ class Module:
                 if isinstance(value, Tensor):
                     held[f"{prefix}.{name}" if prefix else name] = value
         return held
+
+    def named_parameters(self):
+        return self.state_dict().items()
 
     def register_forward_hook(self, hook, with_kwargs):
         hooks = self.__dict__.setdefault("_hooks", {})

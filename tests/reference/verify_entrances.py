@@ -233,6 +233,84 @@ def entrances(*parts):
     yield f"{done} of {len(parts or ENTRANCES)} models in and back"
 
 
+# Models of transformers, for which fnet has rules of its own.
+
+
+def published(transformers):
+    """{family: (model of transformers, input)}, with small configurations."""
+    torch = needed("torch", "PyTorch")
+    tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    small |= {"num_attention_heads": 4}
+    text = {"vocab_size": 64, "max_position_embeddings": 16, **small}
+    llama = transformers.LlamaConfig(num_key_value_heads=2, tie_word_embeddings=False, **text)
+    gpt2 = transformers.GPT2Config(
+        vocab_size=64,
+        n_positions=16,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    vit = transformers.ViTConfig(image_size=16, patch_size=4, **small)
+    return {
+        "gpt2": (transformers.GPT2LMHeadModel(gpt2), tokens),
+        "llama": (transformers.LlamaForCausalLM(llama), tokens),
+        "bert": (transformers.BertModel(transformers.BertConfig(**text)), tokens),
+        "vit": (transformers.ViTForImageClassification(vit), image),
+    }
+
+
+@check
+def proposed_as_written(*families):
+    """Proposals for models of transformers against the rules that fnet has for them."""
+    torch, transformers = needed("torch", "PyTorch"), needed("transformers", "transformers")
+    from entrance_models import lively
+
+    torch.manual_seed(0)
+    for family, (module, x) in published(transformers).items():
+        if families and family not in families:
+            continue
+        lively(module)
+        with tempfile.TemporaryDirectory() as folder:
+            module.save_pretrained(folder)
+            model, params, state = pretrained.load(folder)
+        proposal = pretrained.names(module, model, x)
+        proposed = pretrained.load(model, module, names=proposal)
+        assert jax.tree.all(jax.tree.map(np.array_equal, (params, state), proposed)), family
+        count = len(jax.tree.leaves((params, state)))
+        yield f"{family}: {len(proposal.lines)} lines, {count} arrays as fnet's own rules read them"
+
+
+@check
+def presets_trained(*families):
+    """Models of transformers trained ten steps: equal in transformers after the way back."""
+    torch, transformers = needed("torch", "PyTorch"), needed("transformers", "transformers")
+    from entrance_models import lively
+
+    torch.manual_seed(0)
+    for family, (module, x) in published(transformers).items():
+        if (families and family not in families) or family == "bert":  # has no single output
+            continue
+        lively(module)
+        x_fnet = jnp.asarray(x.numpy() if family != "vit" else x.numpy().transpose(0, 2, 3, 1))
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as back:
+            module.save_pretrained(folder)
+            model, params, state = pretrained.load(folder)
+            before = params
+            params, state = trained(model, params, state, x_fnet)
+            pretrained.save(model, params, state, back, like=folder)
+            again = type(module).from_pretrained(back).eval()
+        with torch.no_grad():
+            theirs = again(x).logits.numpy()
+            away = relative(module.eval()(x).logits.numpy(), theirs)
+        error = relative(model(params, x_fnet), theirs)
+        yield f"{family}: {error:.1e} from transformers after ten steps, which moved it by {away:.1e}"
+        assert error < TOLERANCE < away / 100 and moved(before, params) > 1e-3
+
+
 # Wrong rules whose shapes fit.
 
 

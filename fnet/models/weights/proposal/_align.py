@@ -110,13 +110,7 @@ def align(
         called: {name of a group: when PyTorch calls it}, or {}.
     """
     order = _order(groups, called)
-    lines = {}
-    for u, unit in enumerate(units):
-        for g, group in enumerate(groups):
-            if unit.size() == group.size or unit.kind == "attention":
-                line = fitting(unit, group, shapes)
-                if line is not None:
-                    lines[u, g] = line
+    lines = _fits(units, groups, shapes)
     scores: dict[tuple[int, int], float] = {}
     likeness: dict[tuple[int, int], float] = {}
     components = []
@@ -143,6 +137,41 @@ def align(
         blocks = _Blocks(units, groups, components, pairs)
         total = {(u, g): score + 1.5 * blocks.likeness(u, g) for (u, g), score in scores.items()}
     return Alignment(units, groups, lines, total, likeness, pairs)
+
+
+def _fits(units, groups, shapes) -> dict[tuple[int, int], Line]:
+    """The lines of all pairs whose shapes fit, each kind of pair looked at once."""
+    known: dict[tuple, Line | None] = {}
+    lines = {}
+    theirs = [_form_of_group(group, shapes) for group in groups]
+    for u, unit in enumerate(units):
+        ours = _form_of_unit(unit)
+        for g, group in enumerate(groups):
+            if unit.size() != group.size and unit.kind != "attention":
+                continue
+            form = ours, theirs[g]
+            if form not in known:
+                known[form] = fitting(unit, group, shapes)
+            if (line := known[form]) is not None:
+                paths = unit.paths[0] if len(unit.paths) == 1 else unit.paths
+                name = group.name if line.method else group.keys[0]
+                lines[u, g] = dataclasses.replace(line, ours=paths, theirs=name)
+    return lines
+
+
+def _form_of_unit(unit):
+    """What of a layer of the model decides whether another fits: all but its place."""
+    leaves = tuple((path.removeprefix(unit.path), s.shape) for path, s in unit.leaves.items())
+    if len(unit.paths) > 1:
+        leaves = tuple(spec.shape for spec in unit.leaves.values())
+    kernel = next(iter(unit.leaves.values()))
+    last = unit.path.rpartition("/")[2] if unit.kind == "array" else ""
+    return unit.kind, last, leaves, getattr(unit.layer, "groups", 1), kernel.layer
+
+
+def _form_of_group(group, shapes):
+    keys = tuple((key.removeprefix(group.name), shapes[key]) for key in group.keys)
+    return group.kind, keys, group.layer, group.norms, group.module
 
 
 class _Blocks:

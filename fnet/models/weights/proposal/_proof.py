@@ -123,7 +123,7 @@ def proof(
     worst = first_problem(found, output, tolerance)
     problem = None
     if worst is not None:
-        problem = _difference(worst, texts, tolerance)
+        problem = _difference(worst, texts, tolerance) + _hidden_before(worst, found)
     elif not output <= tolerance:
         problem = (
             f"The outputs differ by {output:.1e} of the largest value, but no layer that both "
@@ -154,6 +154,16 @@ def _difference(worst, texts, tolerance):
         "On the very input of PyTorch's layer, it agrees, so its input is another: two layers of "
         "equal shape are exchanged, or the code before it differs"
     )
+
+
+def _hidden_before(worst, found):
+    """The layers before the first that differs of which PyTorch shows no outputs."""
+    before = found[: next(at for at, each in enumerate(found) if each is worst)]
+    hidden = [each.unit.site for each in before if each.whole is None and each.own is None]
+    if not hidden:
+        return ""
+    more = f" and {len(hidden) - 4} more" if len(hidden) > 4 else ""
+    return f". Not seen, and perhaps wrong before it: {', '.join(hidden[:4])}{more}"
 
 
 def _apart(ours, theirs):

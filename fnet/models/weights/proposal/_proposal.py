@@ -15,6 +15,7 @@ from fnet.models.weights import _key_map, _match
 from fnet.models.weights._weight_names import Names, Rule, Spare, Tied, flat
 from fnet.models.weights._weights import Weights
 from fnet.models.weights.proposal import _align, _fold, _proof, _record, _run
+from fnet.models.weights.proposal._distinct import distinct
 from fnet.models.weights.proposal._layers import Unit, units
 from fnet.models.weights.proposal._settle import Settled, settle
 from fnet.models.weights.proposal._source import Group, Source
@@ -106,7 +107,8 @@ class Proposal:
 
         Each layer is compared in the whole run, and alone on the input that PyTorch's layer got.
         Both programs run in eval mode. Wrong rules that fit in shape show here: transposed square
-        kernels, gates in another order, exchanged norms or layers of equal shape.
+        kernels, gates in another order, exchanged norms or layers of equal shape. Arrays that could
+        hide them, such as the equal norms of a new module, have other values meanwhile.
 
         Args:
             module: the torch.nn.Module.
@@ -125,8 +127,10 @@ class Proposal:
             ValueError: a layer or the output differs. The message names the first layer that does,
                 its rule, both shapes and the difference.
         """
-        source = Source.of(module)
-        record = _record.record(module, x)
+        kept = [rule.theirs for rule in self.names.flat() if isinstance(rule, Spare)]
+        with distinct(module, kept):
+            source = Source.of(module, copied=True)
+            record = _record.record(module, x)
         inputs = _inputs(record, x, x_fnet)
         made = _proved(self._model, self.names, source, record, inputs, self._texts, tolerance)
         if not made.equal:
@@ -164,7 +168,8 @@ def names(
         x_fnet: the input of the model. Default: made from x, see `Proposal.prove`.
         rules: your own rules, such as `(torch.conv("stem", "conv1"),)`, which are not changed; the
             rest is proposed. With a complete set of rules, `names` only proves it.
-        tolerance: the largest relative difference that counts as equal. Default 1e-5.
+        tolerance: the largest relative difference that counts as equal. Default 1e-5, for a module
+            in float32; call `module.float()` first if it is not.
 
     Returns:
         The proposal. It does not raise if layers are left over or the proof fails; `load` does.
@@ -186,14 +191,16 @@ def names(
     >>> params["fc"]["kernel"].shape
     (8, 16)
     """
-    given = Source.of(source)
-    _check_options(given.module)
-    record = None
-    if given.module is not None and x is not None:
-        record = _record.record(given.module, x)
-    inputs = _model_inputs(model, record, x, x_fnet)
+    given, record = Source.of(source), None
     yours = tuple(flat(rules.of(model).rules if isinstance(rules, Names) else tuple(rules)))
-    search = _Search(model, inputs, given, record, yours)
+    _check_options(given.module)
+    proved = given
+    if given.module is not None and x is not None:
+        with distinct(given.module, [r.theirs for r in yours if isinstance(r, Spare)]):
+            proved = Source.of(given.module, copied=True)
+            record = _record.record(given.module, x)
+    inputs = _model_inputs(model, record, x, x_fnet)
+    search = _Search(model, inputs, given, proved, record, yours)
     return search.proposal(tolerance)
 
 
@@ -215,10 +222,12 @@ def _check_options(module: Any) -> None:
 
 
 class _Search:
-    """What `names` knows: the model, the source, and the rules of the user."""
+    """What `names` knows: the model, the source, the arrays of the recorded run, which may be
+    others, and the rules of the user."""
 
-    def __init__(self, model, inputs, source, record, yours):
+    def __init__(self, model, inputs, source, proved, record, yours):
         self.model, self.inputs, self.source, self.record = model, inputs, source, record
+        self.proved = proved
         self.shapes = {key: array.shape for key, array in source.arrays.items()}
         spec = model.spec(*inputs)
         self.leaves = {"/".join(path): leaf for tree in spec for path, leaf in spec_leaves(tree)}
@@ -253,7 +262,7 @@ class _Search:
         proof = None
         if self.record is not None and not unmatched:
             proof = _proved(
-                self.model, held, self.source, self.record, self.inputs, texts, tolerance
+                self.model, held, self.proved, self.record, self.inputs, texts, tolerance
             )
         unclear = (
             ()
@@ -279,9 +288,12 @@ class _Search:
     def _aligned(self) -> _align.Alignment:
         """Aligns the layers, with each attention in the form that fits the most arrays."""
         called = {} if self.record is None else self.record.order()
-        best = None
+        best, before = None, None
         for form in ("whole", "fused", "separate"):
             found = units(self.model, self.inputs, form, self.taken)
+            if found == before:
+                continue
+            before = found
             aligned = _align.align(found, self.groups, self.shapes, called)
             filled = sum(len(found[u].leaves) for u in aligned.pairs)
             names = " ".join(self.groups[g].name for g in aligned.pairs.values())
@@ -344,7 +356,7 @@ class _Trial:
         if lost:
             return None
         try:
-            trees = _trees(search.model, search._names(folded, (), ()), search.source)
+            trees = _trees(search.model, search._names(folded, (), ()), search.proved)
         except ValueError:
             return None
         found = [(aligned.units[u], aligned.groups[g]) for u, g in pairs.items()]

@@ -59,8 +59,13 @@ class Source:
     module: Any = None
 
     @classmethod
-    def of(cls, given: Any) -> Source:
-        """Reads a torch.nn.Module, a dict of arrays, or a safetensors file or folder."""
+    def of(cls, given: Any, *, copied: bool = False) -> Source:
+        """Reads a torch.nn.Module, a dict of arrays, or a safetensors file or folder.
+
+        Args:
+            given: where the arrays are.
+            copied: whether they stay the same if those of the module change.
+        """
         if isinstance(given, str | os.PathLike):
             return cls(_tensors.read(Path(given).expanduser()).arrays, {})
         module = given if is_module(given) else None
@@ -75,7 +80,10 @@ class Source:
             same = first.setdefault(_place(value), key)
             if same != key:
                 tied[key] = same
-        return cls({key: to_numpy(value) for key, value in held.items()}, tied, module)
+        arrays = {key: to_numpy(value) for key, value in held.items()}
+        if copied:
+            arrays = {key: np.array(array) for key, array in arrays.items()}
+        return cls(arrays, tied, module)
 
     def groups(self, read: Any = ()) -> list[Group]:
         """Returns the layers in the order in which PyTorch defines them, without the keys `read`."""
