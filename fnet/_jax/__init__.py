@@ -20,7 +20,15 @@ from fnet._jax._hijax import (
     without_hi_primitives,
     zero_tangent,
 )
-from fnet._jax._jaxprs import close, consts_as_inputs, evaluate, hoisted, unplaced, used_inputs
+from fnet._jax._jaxprs import (
+    close,
+    consts_as_inputs,
+    evaluate,
+    hoisted,
+    unplaced,
+    used_inputs,
+    without_unused,
+)
 from fnet._jax._rules import CustomJvp, CustomVjp, custom_vmap_rule
 from fnet._jax._tracing import (
     bind,
@@ -81,6 +89,7 @@ __all__ = [
     "vary_alike",
     "without_hi_primitives",
     "without_locations",
+    "without_unused",
     "zero_tangent",
     "zeros",
 ]

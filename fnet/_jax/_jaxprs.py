@@ -46,6 +46,13 @@ def used_inputs(jaxpr: Any, wanted: list[bool]) -> list[bool]:
     return list(_dce(jaxpr, wanted)[1])
 
 
+def without_unused(jaxpr: Any, kept: list[bool]) -> tuple[Any, list[bool]]:
+    """Returns an open jaxpr without the equations whose results it does not need, and which of its
+    inputs are left: those that it reads, and those for which `kept` is True."""
+    reduced, used = _dce(jaxpr, [True] * len(jaxpr.outvars), instantiate=kept)
+    return reduced, list(used)
+
+
 def unplaced(params: dict) -> bool:
     """Whether all input and output shardings in the parameters of a jit equation are unspecified."""
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]

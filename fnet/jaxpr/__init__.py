@@ -15,6 +15,8 @@
 - `flatten`, `stable`: `flatten` rewrites a program so that it contains only a few primitives, and
   `stable` represents the rewritten program as plain data.
 - `read`: a jaxpr as a flat list of operations, in which calls are inlined.
+- `mutable`, `pack`: flax.nnx modules among the arguments of a function, and trees with modules as
+  trees of arrays.
 - `cost`, `touched`, `nbytes`: `cost` returns the FLOPs of an equation, `touched` returns the bytes
   that an equation reads and writes, and `nbytes` returns the bytes of an array.
 - `misdivided`: the operations that XLA divides wrongly over several devices, and what avoids each
@@ -60,6 +62,7 @@ from fnet.jaxpr._explicit import automatic, explicit, split_over, typed, without
 from fnet.jaxpr._flatten import flatten, inlined
 from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, implicit_dot, is_implicit, materialize
+from fnet.jaxpr._packed import Form, has_modules, holds_arrays, map_arrays, nodes, pack
 from fnet.jaxpr._pieces import Piece, cut_out
 from fnet.jaxpr._primitives import (
     POINTWISE,
@@ -107,6 +110,7 @@ __all__ = [
     "Convolution",
     "Description",
     "Evaluator",
+    "Form",
     "Frame",
     "ImplicitArray",
     "Inside",
@@ -136,7 +140,9 @@ __all__ = [
     "equations",
     "explicit",
     "flatten",
+    "has_modules",
     "has_shardings",
+    "holds_arrays",
     "implicit_dot",
     "inline",
     "inlined",
@@ -145,18 +151,21 @@ __all__ = [
     "is_tag",
     "kept_bits",
     "lookup_mode",
+    "map_arrays",
     "marks",
     "materialize",
     "misdivided",
     "mutable",
     "nbytes",
     "new_dtype",
+    "nodes",
     "opaque",
     "opaque_operations",
     "opened",
     "operation",
     "options",
     "overwritten",
+    "pack",
     "plain",
     "pooling_window",
     "product",

@@ -7,16 +7,20 @@ return the updates, which would otherwise be lost.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from fnet.jaxpr._static_leaves import alike
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Slot:
+class Slot:
     """A placeholder for the nnx module with the index `number` in the list of all nnx modules in
     the arguments."""
 
@@ -46,11 +50,38 @@ class Modules:
     written: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
-def _kinds() -> tuple[type, ...]:
+def kinds() -> tuple[type, ...]:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return ()  # no nnx modules exist before flax.nnx is imported
     return tuple(getattr(nnx, name) for name in ("Pytree", "Variable") if hasattr(nnx, name))
+
+
+def opened(f: Any) -> tuple[Callable, tuple]:
+    """Returns f as a function whose first arguments are the nnx modules in f, and these modules: f
+    itself, or the object of which f is a method."""
+    nodes = kinds()
+    if nodes and isinstance(f, nodes):
+        return type(f).__call__, (f,)
+    if nodes and isinstance(getattr(f, "__self__", None), nodes) and hasattr(f, "__func__"):
+        return f.__func__, (f.__self__,)
+    return f, ()
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Says in errors of flax.nnx what to do with a module that is not an argument."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":
+            error.add_note(
+                "fnet: the function changes a flax.nnx module that is not among its arguments, so "
+                "that the change would be lost. Pass the module to it as an argument, for a "
+                "training step as a part of its state. (A module that needs no updates: call its "
+                "eval().)"
+            )
+        raise
 
 
 def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
@@ -61,18 +92,18 @@ def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
     object is None. If two nnx modules share a variable, the copies that `insert` creates share a
     variable, too.
     """
-    kinds = _kinds()
-    if not kinds:
+    nodes = kinds()
+    if not nodes:
         return tree, None, ()
     found: list[Any] = []
 
     def place(x: Any) -> Any:
-        if not isinstance(x, kinds):
+        if not isinstance(x, nodes):
             return x
         found.append(x)
-        return _Slot(len(found) - 1)
+        return Slot(len(found) - 1)
 
-    tree = jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, kinds))
+    tree = jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nodes))
     if not found:
         return tree, None, ()
     graph, state = sys.modules["flax.nnx"].split(tuple(found))
@@ -88,7 +119,7 @@ def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
     new = sys.modules["flax.nnx"].merge(
         modules.graph, jax.tree.unflatten(modules.structure, modules.arrays)
     )
-    is_slot = lambda x: isinstance(x, _Slot)
+    is_slot = lambda x: isinstance(x, Slot)
     return jax.tree.map(lambda x: new[x.number] if is_slot(x) else x, tree, is_leaf=is_slot), new
 
 
@@ -104,15 +135,23 @@ def updates(new: Any, modules: Modules | None) -> Modules | None:
     graph, state = sys.modules["flax.nnx"].split(new)
     arrays, structure = jax.tree.flatten(state)
     if structure != modules.structure:
+        before, after = _variables(modules.structure), _variables(structure)
+        lines = [f"adds {path}" for path in after if path not in before]
+        lines += [f"removes {path}" for path in before if path not in after]
         raise TypeError(
             "a transformed function may update the variables of an nnx module, but not add or "
-            "remove them: "
-            f"before the call they were {modules.structure}, after it {structure}. Create all "
-            f"variables "
-            "first, for example by calling the module once"
+            f"remove them; it {', '.join(lines) or 'changes the metadata of one'}. Create all "
+            "variables first, for example by calling the module once"
         )
     written = tuple(new is not old for new, old in zip(arrays, modules.arrays))
     return Modules(arrays, structure, graph, graph != modules.graph, written)
+
+
+def _variables(structure: Any) -> list[str]:
+    """Returns the paths of the variables in the state of modules."""
+    nnx = sys.modules["flax.nnx"]
+    paths = [path for path, _ in nnx.to_flat_state(_placeholders(structure))]
+    return [repr("/".join(map(str, path[1:]))) for path in paths]
 
 
 def returned(result: Any, new: Any) -> Any:
@@ -121,7 +160,7 @@ def returned(result: Any, new: Any) -> Any:
         return result
     numbers = {id(module): number for number, module in enumerate(new)}
     return jax.tree.map(
-        lambda x: _Slot(numbers[id(x)]) if id(x) in numbers else x,
+        lambda x: Slot(numbers[id(x)]) if id(x) in numbers else x,
         result,
         is_leaf=lambda x: id(x) in numbers,
     )
@@ -144,8 +183,8 @@ def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
         changes = [(path, x) for path, x in nnx.to_flat_state(state) if path in paths]
         nnx.update(found, nnx.from_flat_state(changes))
     if updated.changed:
-        _copy_attributes(found, nnx.merge(updated.graph, state), _kinds()[0], set())
-    is_slot = lambda x: isinstance(x, _Slot)
+        _copy_attributes(found, nnx.merge(updated.graph, state), kinds()[0], set())
+    is_slot = lambda x: isinstance(x, Slot)
     return jax.tree.map(lambda x: found[x.number] if is_slot(x) else x, result, is_leaf=is_slot)
 
 
@@ -175,11 +214,40 @@ def _copy_attributes(old: Any, new: Any, kind: type, seen: set[int]) -> None:
                 setattr(module, name, value)
 
 
+def changed_attributes(before: tuple, after: tuple) -> list[tuple[str, Any, Any]]:
+    """Returns (path, old value, new value) for each attribute of modules, other than variables,
+    that differs. Each argument is a pair (graph, structure of the state)."""
+    old, new = _options(*before), _options(*after)
+    missing = object()
+    return [
+        (".".join(map(str, path)), old.get(path), new.get(path))
+        for path in {**old, **new}
+        if not alike(old.get(path, missing), new.get(path, missing))
+    ]
+
+
+def _options(graph: Any, structure: Any) -> dict[tuple, Any]:
+    """Returns {path: value} of the attributes of modules that hold no arrays."""
+    nnx = sys.modules["flax.nnx"]
+    nodes = nnx.iter_graph(nnx.merge(graph, _placeholders(structure)))
+    return {
+        (*path[1:], name): value
+        for path, node in nodes
+        if isinstance(node, nnx.Pytree)
+        for name, value in _attributes(node).items()
+        if not _has_state(value)
+    }
+
+
+def _placeholders(structure: Any) -> Any:
+    return jax.tree.unflatten(structure, [0] * structure.num_leaves)
+
+
 def _attributes(module: Any) -> dict[str, Any]:
     return {name: x for name, x in vars(module).items() if not name.startswith("_pytree__")}
 
 
 def _has_state(value: Any) -> bool:
-    kinds = _kinds()
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, kinds))
-    return any(isinstance(x, kinds) or hasattr(x, "shape") for x in leaves)
+    nodes = kinds()
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nodes))
+    return any(isinstance(x, nodes) or hasattr(x, "shape") for x in leaves)

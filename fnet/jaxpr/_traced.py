@@ -28,13 +28,15 @@ class Traced:
     """
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict):
-        tree, modules, self._modules = _mutable.extract((args, kwargs))
+        f, own = _mutable.opened(f)
+        tree, modules, self._modules = _mutable.extract(((*own, *args), kwargs))
         self.arrays, rebuild = array_leaves((tree, modules))
 
         def flat(*arrays: Any) -> list:
             tree, modules = rebuild(arrays)
             (args, kwargs), new = _mutable.insert(tree, modules)
-            result = f(*args, **kwargs)
+            with _mutable.explained():
+                result = f(*args, **kwargs)
             results, self._structure = jax.tree.flatten(
                 (_mutable.returned(result, new), _mutable.updates(new, modules))
             )
@@ -48,11 +50,11 @@ class Traced:
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=f)
         self.closed = _jax.make_jaxpr(flat)(*self.arrays)
 
-    def result(self, arrays: Iterable) -> Any:
+    def result(self, arrays: Iterable, modules: tuple | None = None) -> Any:
         """Returns f's result, built from the outputs of the jaxpr, and updates nnx modules among
-        the arguments."""
+        the arguments, or `modules`, of which those are copies."""
         result, state = self.tree(map(as_array, arrays))
-        return _mutable.apply(result, self._modules, state)
+        return _mutable.apply(result, self._modules if modules is None else modules, state)
 
     def tree(self, arrays: Iterable) -> tuple[Any, Any]:
         """Returns the result of `f`, and the new state of the nnx modules among its arguments."""
