@@ -13,13 +13,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import hardware
-from fnet.jaxpr import Compiled, misdivided
+from fnet.jaxpr import Compiled, Form, misdivided, pack
 from fnet.parallel import _check, _compile, _cost, _explain, _mesh
 from fnet.parallel._estimate import Estimate
 from fnet.parallel._ledger import Ledger
 from fnet.parallel._pins import Avoided
 from fnet.parallel._strategies import Strategy
 from fnet.parallel._targets import Target
+from fnet.transforms._modules import ModuleStep, items_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,8 @@ class Plan:
             mesh and that `plan.jit` makes right: the names of the faults, the scope, and the bytes
             of the arrays that each device holds unsplit for it.
         init_fn: the function `init` that was passed to `parallel.plan`.
+        form: what the state has beside its arrays, if it has modules of flax.nnx or Equinox, or
+            None. `state` has nested dicts in their places.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -112,6 +115,7 @@ class Plan:
     shapes: Any
     unused: tuple[str, ...]
     init_fn: Callable = dataclasses.field(repr=False)
+    form: Form | None = dataclasses.field(default=None, repr=False)
     candidates: tuple[Candidate, ...] = ()
     avoided: tuple[Avoided, ...] = ()
     _find_largest: Callable | None = dataclasses.field(default=None, repr=False)
@@ -154,23 +158,26 @@ class Plan:
 
         def init(key):
             with _mesh.tracing(self.mesh, self._typed):
-                return self.init_fn(key)
+                return pack(self.init_fn(key))[0]
 
-        return jax.jit(init, out_shardings=self.state)(key)
+        arrays = jax.jit(init, out_shardings=self.state)(key)
+        return arrays if self.form is None else self.form.unpack(arrays)
 
     def place(self, state: Any) -> Any:
         """Copies an existing state, such as one from a file, to the devices. A step donates only
         the copy, so the original arrays remain valid.
         """
         self._check_attached("place")
-        if jax.tree.structure(state) != jax.tree.structure(self.state):
+        arrays, form = pack(state)
+        if jax.tree.structure(arrays) != jax.tree.structure(self.state):
             raise ValueError(
                 f"plan.place: the state has another structure than in the plan: "
-                f"{jax.tree.structure(state)} and {jax.tree.structure(self.state)}"
+                f"{jax.tree.structure(arrays)} and {jax.tree.structure(self.state)}"
             )
-        return jax.tree.map(
-            lambda x, where: jax.device_put(jnp.array(x, copy=True), where), state, self.state
+        placed = jax.tree.map(
+            lambda x, where: jax.device_put(jnp.array(x, copy=True), where), arrays, self.state
         )
+        return placed if form is None else form.unpack(placed)
 
     def _check_attached(self, what):
         if not self.attached:
@@ -189,7 +196,9 @@ class Plan:
 
         The step sees the whole batch, as on one device: means and batch statistics run over the
         rows of all devices, so that its results are equal up to rounding. The state that you pass
-        is donated; the new one has the plan's shardings.
+        is donated; the new one has the plan's shardings. A step of flax.nnx modules changes them in
+        place, and a step whose arguments are the items of the state is called with them
+        (docs/interop.md).
 
         Args:
             step: the step that was passed to `parallel.plan`.
@@ -200,6 +209,40 @@ class Plan:
             the sharding of an array is not the plan's, or if the number of rows is not a multiple
             of the number of devices that share the batch.
         """
+        items = items_of(step, self.state)
+        if self.form is None and not items:
+            return self._compiled(step)
+        programs: dict[Form | None, tuple[ModuleStep, Compiled]] = {}
+
+        def program(args):
+            if len(args) != (items or 1) + 1:
+                raise TypeError(
+                    f"plan.jit: expected the {items or 1} arguments of the state and the batch; "
+                    f"got {len(args)} arguments"
+                )
+            state = args[:items] if items else args[0]
+            arrays, form = pack(state)
+            if form not in programs:
+                module_step = ModuleStep("plan.jit", step, form, items)
+                programs[form] = module_step, self._compiled(module_step.pure)
+            return state, (arrays, args[-1]), *programs[form]
+
+        def call(*args):
+            state, arguments, module_step, compiled = program(args)
+            return module_step.result(state, *compiled(*arguments))
+
+        def lower(*args):
+            _, arguments, _, compiled = program(args)
+            return compiled.lower(*arguments)
+
+        def trace(*args):
+            _, arguments, _, compiled = program(args)
+            return compiled.trace(*arguments)
+
+        return Compiled(step, call, lower, trace)
+
+    def _compiled(self, step: Callable) -> Compiled:
+        """Compiles a step of arrays."""
         compiled = jax.jit(
             on_mesh(self, self._applied(step)),
             in_shardings=(self.state, self.batch),

@@ -24,6 +24,7 @@ from fnet.parallel._sharding_rules import applied, path_of
 from fnet.parallel._shardings import is_parameter, layout, stated
 from fnet.parallel._strategies import Strategy, ladder, takes_slices
 from fnet.parallel._targets import target
+from fnet.transforms._modules import of_arrays
 
 ROOM = 0.92  # fraction of a chip's memory that a program may use; the runtime needs the rest
 DOUBT = 1.25  # an estimate of memory may be too high by this factor; strategies with higher estimates are not compiled
@@ -60,10 +61,12 @@ def plan(
     the estimates.
 
     Args:
-        step: `step(state, batch) -> (state, metrics)`. For microbatches it needs a keyword argument
-            `microbatches`, which it passes to `ft.microbatch`.
-        init: `init(key) -> state`. The parameters must be `state.params`, `state["params"]` or
-            `state[0]`.
+        step: `step(state, batch) -> (state, metrics)`, or, for a tuple as the state,
+            `step(model, opt_state, batch) -> (model, opt_state, metrics)`. A step of flax.nnx
+            modules changes them in place and returns the metrics alone. For microbatches it needs a
+            keyword argument `microbatches`, which it passes to `ft.microbatch`.
+        init: `init(key) -> state`, of arrays and of modules. The parameters must be
+            `state.params`, `state["params"]` or `state[0]`.
         batch: a batch, or its shapes and dtypes. The first axis of each leaf contains the rows (the
             examples); leaves without axes, such as a key, have none.
         devices: "local" (default: all devices of this run), a list of devices, or a name: a slice
@@ -115,7 +118,8 @@ def plan(
     batch = jax.tree.map_with_path(_check.shape, batch)
     rows = _check.rows(batch, rows_by)
     announce("tracing the step")
-    traced = _trace.traced(step, init, batch, places, strategy, ruled=bool(rules))
+    step, of_key, form = of_arrays(step, init)
+    traced = _trace.traced(step, of_key, batch, places, strategy, ruled=bool(rules))
     state = traced.state
     rungs = ladder(strategy, step, rows, rows_by, typed=traced.typed)
     draft = Drafts(chips, axes, places, state, batch, traced, rules or {}, init, announce)
@@ -147,7 +151,9 @@ def plan(
             held = avoided(
                 closed, misdivided.with_automatic_axes(places), chosen.axes, state, batch
             )
-    return dataclasses.replace(chosen, candidates=verdicts, avoided=held, _find_largest=find)
+    return dataclasses.replace(
+        chosen, candidates=verdicts, avoided=held, form=form(), _find_largest=find
+    )
 
 
 class Drafts:
@@ -244,7 +250,7 @@ class Drafts:
             if self._needless(each.options, done):
                 continue
             self.announce(f"compiling {each.options}")
-            program = self.plan(each.options).jit(self.traced.step)
+            program = self.plan(each.options)._compiled(self.traced.step)
             compiled = _compile.compiled(program, self.state, self.batch)
             timed = self.timed(dataclasses.replace(each, compiled=compiled))
             done[each.options] = self.judged(timed, 1.0)
