@@ -352,11 +352,6 @@ def test_wrong_arguments(options, text):
             (lambda: step, start, lambda: [1, 2]),
             r"^fit\(step, state, batches\): batches is a function; got a list$",
         ),
-        (
-            (lambda: step, dict, batches),
-            "^fit: a state has an integer array `step`, as a TrainState has; got a dict without "
-            "one$",
-        ),
     ],
 )
 def test_arguments_of_other_kinds(arguments, text):

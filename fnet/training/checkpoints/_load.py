@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from fnet.jaxpr import pack
+from fnet.training._carried import counted
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._reading import CheckpointError
 from fnet.training.checkpoints._storage import location
@@ -77,6 +79,8 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
         manifest, tree = checkpoints.read(_step(checkpoints, which))
     notes = manifest["notes"]
     state = tree["state"] if isinstance(tree, Mapping) and "state" in tree else tree
+    if isinstance(state, Mapping) and state.keys() == {"step", "carry"}:  # `Counted`
+        state = state["carry"]
     found = state if isinstance(state, Mapping) else {}
     return Snapshot(
         step=manifest["step"],
@@ -97,7 +101,8 @@ def restore(
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
       like: a state with the structure of the saved one, such as `TrainState.create(...)`, also of
-        `jax.ShapeDtypeStruct`s. The result has its structure and its shardings.
+        `jax.ShapeDtypeStruct`s, or modules of flax.nnx or Equinox. The result has its structure and
+        its shardings; modules are new ones.
       which: "best", "last" or the number of a step, as for `load`. Default "last".
       cast: convert saved leaves to the dtypes of `like`. Default False: another dtype is an error.
 
@@ -119,7 +124,11 @@ def restore(
     2
     """
     with Checkpoints(location(workdir) / CHECKPOINTS) as checkpoints:
-        return checkpoints.restore(like, _step(checkpoints, which), cast=cast, part="state")
+        arrays, form = pack(like)
+        wanted = counted(arrays)
+        found = checkpoints.restore(wanted, _step(checkpoints, which), cast=cast, part="state")
+    found = found if wanted is arrays else found.carry
+    return found if form is None else form.unpack(found)
 
 
 def _step(checkpoints: Checkpoints, which: str | int) -> int | None:

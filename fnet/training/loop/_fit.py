@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.parallel import Plan
+from fnet.training._carried import Carried
 from fnet.training._config import save_config
 from fnet.training._direction import direction
 from fnet.training.checkpoints._checkpoint import Checkpoints
@@ -91,8 +92,12 @@ def fit(
     Args:
       step: a pure function `(state, batch) -> (state, metrics)`. It adds 1 to `state.step`, and
         keeps structure, shapes and dtypes of the state. Since the last log, scalars in the dict
-        `metrics` are averaged over the steps, and results of `mean(values, weight)` over examples.
-      state: a `TrainState`, or a pytree with an integer array `step`. `fit` donates a copy of it.
+        `metrics` are averaged over the steps, and results of `mean(values, weight)` over examples;
+        a scalar in place of the dict is the loss. For a tuple as the state, the step may also be
+        `(model, opt_state, batch) -> (model, opt_state, metrics)`, and for modules of flax.nnx
+        `(model, optimizer, batch) -> metrics`, which changes them in place (docs/interop.md).
+      state: a `TrainState`, or a pytree of arrays and modules. An integer array `state.step`
+        counts the steps; without one, `fit` counts them. `fit` donates a copy of the state.
       batches: a function from the number of a step to its batch, such as `Batches`. A thread calls
         it ahead of time; "time/data" in the log is the fraction of time that `fit` waited for it.
       steps: the total number of steps, those before an interruption included.
@@ -137,7 +142,8 @@ def fit(
         driver and jaxlib (see `hardware.check_devices`). Default True.
 
     Returns:
-      The last state, or the best. `load` and `restore` read it from `workdir`.
+      The last state, or the best. Modules of flax.nnx in it are the given ones, which `fit` updates
+      when it is done. `load` and `restore` read it from `workdir`.
 
     Raises:
       Interrupted: SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1, if `fit` runs in the main thread.
@@ -149,8 +155,8 @@ def fit(
       OutOfMemory: names the largest arrays, and estimates the largest batch that fits.
       FaultyDevice: a device computes wrong values. Nothing in `workdir` has changed.
       PeerLost: another process of the run has ended.
-      TypeError: `step` or `batches` is not a function, the state has no attribute `step`, or the
-        step changes the structure, a shape or a dtype of the state.
+      TypeError: `step` or `batches` is not a function, `state.step` is not an integer, or the step
+        changes the structure, a shape, a dtype or an option of the state.
       ValueError: an interval is not an integer >= 1, the step does not add 1 to `state.step`, no
         evaluation returns the metric of `best` or `early_stop`, `best_mode` is missing, or the plan
         is for another state or for devices that are not attached.
@@ -166,13 +172,17 @@ def fit(
       >>> round(float(state.params["w"]), 2)
       3.0
     """
-    _check_functions(step, batches, state, {} if evaluate is None else evaluate)
+    evaluate = {} if evaluate is None else evaluate
+    _check_functions(step, batches, evaluate)
     on_step = tuple(on_step) if isinstance(on_step, Sequence) else (on_step,)
     if not all(map(callable, on_step)):
         raise TypeError(
             f"fit(..., on_step=): expected a function of a StepEnd, or several; got {on_step!r}"
         )
     _check_types(progress=progress, early_stop=early_stop, best=best, plan=plan)
+    carried = Carried(step, state, plan)
+    step, state, plan = carried.step, carried.state, carried.plan
+    _check_counter(state)
     steps, every, log_every, save_every, keep_every = _counts(
         state,
         steps=steps,
@@ -224,13 +234,13 @@ def fit(
             )
         options = Options(
             steps=steps,
-            evaluate=evaluate or {},
+            evaluate=carried.evaluations(evaluate),
             every=every or steps,
             save_every=save_every or every or steps,
             log_every=log_every,
             best=best and (best, best_mode),
             early_stop=early_stop,
-            on_step=on_step,
+            on_step=tuple(map(carried.on_step, on_step)),
             nonfinite=nonfinite,
             debug=debug,
             tune=tune,
@@ -272,7 +282,7 @@ def fit(
             raise
         state = _best(run) if restore_best else run.state
         reports.note(run.at, f"finished at step {run.at}")
-        return state
+        return carried.result(state)
 
 
 def _identities(loop: Loop, step: Callable, batches: Any) -> dict[str, Any]:
@@ -308,7 +318,7 @@ def _check_types(**values: Any) -> None:
             raise TypeError(f"fit(..., {name}=): expected {kinds[name].__name__}, got {value!r}")
 
 
-def _check_functions(step, batches, state, evaluate):
+def _check_functions(step, batches, evaluate):
     for name, value in {"step": step, "batches": batches}.items():
         if not callable(value):
             raise TypeError(
@@ -320,11 +330,9 @@ def _check_functions(step, batches, state, evaluate):
             "got "
             f"{evaluate!r}"
         )
-    if not hasattr(state, "step"):
-        raise TypeError(
-            "fit: a state has an integer array `step`, as a TrainState has; "
-            f"got a {type(state).__name__} without one"
-        )
+
+
+def _check_counter(state):
     if np.ndim(state.step) or not jnp.issubdtype(jnp.result_type(state.step), jnp.integer):
         raise TypeError(
             f"fit: state.step counts the steps made, an integer; got {jnp.result_type(state.step)}"

@@ -14,6 +14,8 @@ from flax import struct
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fnet.jaxpr import pack
+from fnet.training._carried import unchanged
 from fnet.training.data._arrays import as_arrays, rows_of
 from fnet.training.loop._signals import poll
 
@@ -198,7 +200,9 @@ def _at_least_32_bits(values: Any) -> Any:
 
 def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Converts plain scalars in a dict of metrics to `Mean`s, which are then averaged over the
-    steps. `Mean`s and `Total`s are not changed."""
+    steps. `Mean`s and `Total`s are not changed. A scalar in place of a dict is the loss."""
+    if not isinstance(metrics, Mapping) and real(metrics) and jnp.ndim(metrics) == 0:
+        metrics = {"loss": metrics}
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"step(state, batch) must return (state, metrics) with a dict of metrics; got a "
@@ -319,8 +323,11 @@ def evaluator(
             "evaluator: 'weight' is the name of the weights that mark padding: rename that array"
         )
 
-    def measured(state, batch):
+    def measured(form, arrays, batch):
+        state = arrays if form is None else form.unpack(arrays)
         values = metrics(state, batch)
+        if form is not None:
+            unchanged("evaluator: the function of metrics", form.lost(state, arrays))
         for name, value in values.items():
             if not isinstance(value, Mean | Total):
                 raise ValueError(
@@ -330,13 +337,14 @@ def evaluator(
         return dict(values)
 
     @functools.cache
-    def steps(whole):
+    def steps(form, whole):
+        compiled = functools.partial(measured, form)
         if whole is not None and AxisType.Explicit in whole.mesh.axis_types:
             divided = jax.sharding.auto_axes(
-                measured, axes=whole.mesh.axis_names, out_sharding=whole
+                compiled, axes=whole.mesh.axis_names, out_sharding=whole
             )
             return jax.jit(divided)
-        return jax.jit(measured, out_shardings=whole)
+        return jax.jit(compiled, out_shardings=whole)
 
     def batches(chips):
         size = -(-min(batch_size, length) // chips) * chips
@@ -346,14 +354,15 @@ def evaluator(
             yield _weighted(batch, (rows < length).astype(np.float32))
 
     def evaluate(state):
-        total, place = None, _rows(state)
+        arrays, form = pack(state)
+        total, place = None, _rows(arrays)
         if place is not None and AxisType.Explicit in place.mesh.axis_types:
             try:  # metrics that state their own shardings
-                jax.eval_shape(measured, state, next(batches(1)))
+                jax.eval_shape(functools.partial(measured, form), arrays, next(batches(1)))
                 place = None
             except Exception:  # metrics for one device; if they are wrong, they fail again
                 pass
-        one = steps(None if place is None else NamedSharding(place.mesh, P()))
+        one = steps(form, None if place is None else NamedSharding(place.mesh, P()))
         in_flight: collections.deque = collections.deque()
 
         def fetch(total):
@@ -364,7 +373,7 @@ def evaluator(
             1 if place is None else place.mesh.size // place.shard_shape((place.mesh.size,))[0]
         ):
             poll()
-            in_flight.append(one(state, placed(batch, place)))
+            in_flight.append(one(arrays, placed(batch, place)))
             if len(in_flight) > 2:  # otherwise, a signal would have to wait for all of the data
                 total = fetch(total)
         while in_flight:
@@ -373,7 +382,9 @@ def evaluator(
 
     def names(state):
         """Returns the names of the metrics that `evaluate(state)` would return, without running it."""
-        return logged_names(jax.eval_shape(measured, state, next(batches(1))))
+        arrays, form = pack(state)
+        compiled = functools.partial(measured, form)
+        return logged_names(jax.eval_shape(compiled, arrays, next(batches(1))))
 
     evaluate.names = names
     return evaluate
