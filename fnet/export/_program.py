@@ -63,7 +63,8 @@ class Program:
         if not name.isidentifier() or name in self.entries:
             what = "exists already" if name in self.entries else "must be a Python identifier"
             raise ValueError(f"export: the entry point {name!r} {what}")
-        entry, constants = _traced(f, *self._trees, specs)
+        f, trees, random = _plain(f, *self._trees)
+        entry, constants = _traced(f, *trees, random, specs)
         return Program({**self.entries, name: entry}, {**self.weights, **constants}, self._trees)
 
     def call(self, name: str, *inputs: Any, weights: Mapping[str, Any] | None = None) -> list:
@@ -220,7 +221,10 @@ class Program:
         _litert.save(self, path, entry=entry, sizes=sizes, dtype=dtype, check=check)
 
 
-def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Program:
+_IN_F: Any = object()  # the parameters are in the model
+
+
+def program(f: Callable, params: Any = _IN_F, state: Any = None, /, **specs: Any) -> Program:
     """Traces a function and returns it with its parameters as a `Program`, to save and run
     elsewhere.
 
@@ -228,12 +232,20 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
         program.save("digits.fnet")
         program.onnx("digits.onnx")
 
+    A module of flax.nnx or Equinox holds its parameters itself. It must be in inference mode:
+
+        model.eval()                                                       # flax.nnx
+        program = export.program(model, x=export.spec("b, 8, 8, 1"))
+        program = export.program(eqx.nn.inference_mode(model), x=export.spec("8, 8, 1"))
+
     The function is traced once, as the entry point "predict"; `Program.entry` adds others.
 
     Args:
         f: a model, or any JAX function f(params, *inputs), for example of Flax, Equinox or Haiku.
-        params: the parameters, a tree of arrays. Quantized parameters and other implicit arrays are
-            exported as what they store, such as codes and scales.
+        params: the parameters, a tree of arrays, or a module, such as `model` in
+            `export.program(lambda model, x: jax.vmap(model)(x), model, x=...)`. Quantized
+            parameters and other implicit arrays are exported as what they store, such as codes and
+            scales. Default: those in the module f, or in the module of which f is a method.
         state: the state, a tree of arrays. If it is not None (the default), f is called with
             `state=state` and returns (output, new state), of which the output is exported. A
             function that does not accept `state` is called without it.
@@ -245,28 +257,83 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
         A `Program`.
 
     Raises:
-        TypeError: `specs` is empty or contains something else than input types, or f cannot be
-            called with the inputs.
-        ValueError: two weights have the same name. Without jax_enable_x64 also: an input has a
-            dtype of 64 bits, or a weight has a value that its dtype of 32 bits cannot hold.
+        TypeError: `specs` is empty or contains something else than input types, f cannot be
+            called with the inputs, or there are no `params` and f is not a module.
+        ValueError: two weights have the same name, or a module is in training mode: it changes its
+            variables, its outputs are random, or a part of it has `inference=False`. Without
+            jax_enable_x64 also: an input has a dtype of 64 bits, or a weight has a value that its
+            dtype of 32 bits cannot hold.
 
     >>> f = lambda params, x: x @ params["kernel"]
     >>> export.program(f, {"kernel": jnp.ones((3, 2))}, x=export.spec("b, 3")).entries["predict"].output
     {'dtype': 'float32', 'shape': ['b', 2]}
     """
+    if params is _IN_F:
+        f, params = _opened(f)
+    f, trees, random = _plain(f, params, state)
     weights = {
         name: _held(name, x)
-        for root, tree in (("params", params), ("state", state))
+        for root, tree in zip(("params", "state"), trees)
         for name, x in named_leaves(root, tree)
-        if jaxpr.is_array(x)
+        if jaxpr.is_array(x) and name not in random
     }
-    entry, constants = _traced(f, params, state, specs)
+    entry, constants = _traced(f, *trees, random, specs)
     return Program({"predict": entry}, {**weights, **constants}, (params, state))
 
 
-def _traced(f, params, state, specs):
+def _opened(f: Any) -> tuple[Callable, Any]:
+    """Returns a module as a function of itself, or a method of a module as a function of it."""
+    module = getattr(f, "__self__", f)
+    if not jaxpr.holds_arrays(module):
+        raise TypeError(
+            "export.program: expected the parameters after the function, export.program(f, params, "
+            f"x=...), because a {type(f).__name__} does not hold them as a module of flax.nnx or "
+            "Equinox does"
+        )
+    for path, node in jaxpr.nodes(module):
+        if getattr(node, "inference", None) is False:
+            raise ValueError(
+                f"export.program: {path or 'the model'}, a {type(node).__name__}, is in training "
+                "mode; pass eqx.nn.inference_mode(model). To export a training mode, pass a "
+                "function and the model: export.program(f, model, x=...)"
+            )
+    return getattr(f, "__func__", type(f).__call__), module
+
+
+def _plain(f: Callable, params: Any, state: Any) -> tuple[Callable, tuple, set[str]]:
+    """Returns f as a function without flax.nnx modules, the trees (params, state) without them, and
+    the names of those arrays in them that belong to random streams."""
+    arrays, form = jaxpr.pack((params, state))
+    if form is None or form.graph is None:
+        return f, (params, state), set()
+    roots = {"0": "params", "1": "state"}
+    random = {path.replace(path[0], roots[path[0]], 1) for path in form.random}
+
+    @jaxpr.wraps(f)
+    def plain(params: Any, *inputs: Any, state: Any = arrays[1], **named: Any) -> Any:
+        trees = params, state
+        modules, held = form.unpack(trees)
+        if held is not None:
+            named["state"] = held
+        with jaxpr.mutable.explained():
+            y = f(modules, *inputs, **named)
+        if lost := form.lost((modules, held), trees):
+            names = ", ".join(path.partition("/")[2] for path in lost[:3])
+            raise ValueError(
+                f"export.program: the function changes {names}{', ...' * (len(lost) > 3)} of the "
+                "module, and the change would be lost. Call model.eval() before, for inference "
+                "mode. To export the outputs alone: graph, state = nnx.split(model), and "
+                "export.program(lambda state, x: nnx.merge(graph, state)(x), state, x=...)"
+            )
+        return y
+
+    return plain, arrays, random
+
+
+def _traced(f, params, state, random, specs):
     """Traces f. Returns the `Entry` (traced function) of f, and the arrays that f closes over,
-    {name: array}."""
+    {name: array}. `random` are the names of arrays that f may read only for results that it does
+    not return."""
     if not specs:
         raise TypeError(
             "export.program: expected the type of each input by name, x=export.spec('b, 28, 28, 1')"
@@ -316,12 +383,31 @@ def _traced(f, params, state, specs):
             )
         raise
     constants = [_constant(x) for x in closed.consts]
-    closed = _jax.close(_jax.consts_as_inputs(closed))
-    described_inputs = [(name, described(inputs[name])) for name in specs]
+    opened = _jax.consts_as_inputs(closed)
     weights = [*(name for name, _ in constants), *names]
+    if random:
+        opened, weights = _without_random(opened, weights, random)
+    closed = _jax.close(opened)
+    described_inputs = [(name, described(inputs[name])) for name in specs]
     return Entry(closed, weights, described_inputs, output[0], list(constraints), types), dict(
         constants
     )
+
+
+def _without_random(opened, weights, random):
+    """Returns an open jaxpr that does not read the random streams of modules, and the names of its
+    weights."""
+    kept = [name not in random for name in weights]
+    inputs = len(opened.invars) - len(weights)
+    opened, left = _jax.without_unused(opened, [*kept, *[True] * inputs])
+    drawn = [name for name, keeps, reads in zip(weights, kept, left) if reads and not keeps]
+    if drawn:
+        raise ValueError(
+            f"export.program: the output is random, it is computed from {', '.join(drawn)}. Call "
+            "model.eval() before, for inference mode, or export a function that calls "
+            "nnx.reseed(model, default=key) first, with key=export.spec('', 'key<fry>')"
+        )
+    return opened, [name for name, keeps in zip(weights, kept) if keeps]
 
 
 def _check_wide(inputs):
