@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet.compress._rules import apply_rules
-from fnet.jaxpr import Convolution, ImplicitArray, implicit_dot, is_implicit
+from fnet.jaxpr import Convolution, ImplicitArray, implicit_dot, is_implicit, map_arrays
 from fnet.jaxpr import materialize as _materialized
 
 
@@ -184,8 +184,4 @@ def merge(params: Any) -> Any:
     >>> merge(lora(jax.random.key(0), params, {"kernel": 1}))["kernel"].tolist()
     [[1.0, 1.0], [1.0, 1.0]]
     """
-    return jax.tree.map(
-        lambda x: x.materialize() if isinstance(x, LowRank) else x,
-        params,
-        is_leaf=lambda x: isinstance(x, LowRank),
-    )
+    return map_arrays(lambda _, x: x.materialize() if isinstance(x, LowRank) else x, params)

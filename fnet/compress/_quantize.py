@@ -17,7 +17,7 @@ from fnet.compress._calibrate import InputStatistics
 from fnet.compress._formats import METHODS, NF4, Format, Int4, Int8
 from fnet.compress._gptq import gptq
 from fnet.compress._rules import apply_rules
-from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
+from fnet.jaxpr import Convolution, ImplicitArray, is_implicit, map_arrays, pack
 from fnet.jaxpr import materialize as _materialized
 
 
@@ -225,7 +225,7 @@ def quantize(
     features] that also computes the logits, pass `axes=-1`.
 
     Args:
-        params: a tree of arrays.
+        params: a tree of arrays, or a module of flax.nnx or Equinox, of which a copy is changed.
         recipe: {pattern: format}. A pattern is a regular expression that matches the whole path of
             a parameter, or its first parts such as "blocks"; the first that matches applies.
             Parameters with fewer than two axes, named bias, scale, b or offset, or not in floating
@@ -424,7 +424,7 @@ def materialize(params: Any) -> Any:
     >>> compress.materialize(params)["kernel"].tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
-    return jax.tree.map(_materialized, params, is_leaf=is_implicit)
+    return map_arrays(lambda _, x: _materialized(x), params)
 
 
 def size(params: Any) -> int:
@@ -434,4 +434,5 @@ def size(params: Any) -> int:
     >>> compress.size(params), compress.size(compress.quantize(params, {"kernel": compress.Int8()}))
     (128, 64)
     """
-    return sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(params))
+    arrays, _ = pack(params)
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(arrays))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from fnet._util._nearest import nearest_to_pattern
-from fnet.jaxpr import is_implicit
+from fnet.jaxpr import is_implicit, pack
 
 # Names in fnet, Flax and Haiku; if stacked, they have two axes.
 _VECTORS = {"bias", "scale", "b", "offset"}
@@ -52,9 +52,10 @@ def apply_rules(
         ValueError: a pattern is not a regular expression, matches no kernel or embedding table
             that can be replaced, or only those that earlier patterns match.
     """
+    arrays, form = pack(params)
     kernels = [
         (keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in tree_leaves_with_path(params, is_implicit)
+        for path, leaf in tree_leaves_with_path(arrays, is_implicit)
         if is_kernel(path, leaf)
     ]
     paths = [path for path, leaf in kernels if accepts(leaf)]
@@ -68,7 +69,8 @@ def apply_rules(
         )
         return change(path, leaf, rules[first[path]]) if accepted and path in first else leaf
 
-    return tree_map_with_path(apply, params, is_leaf=is_implicit)
+    changed = tree_map_with_path(apply, arrays, is_leaf=is_implicit)
+    return changed if form is None else form.unpack(changed)
 
 
 def matching(

@@ -16,7 +16,7 @@ import numpy as np
 from fnet import transforms as ft
 from fnet._util._nearest import nearest_to_pattern
 from fnet._util._text_table import aligned
-from fnet.jaxpr import check_function
+from fnet.jaxpr import check_function, pack
 
 _SAME = 1e-3  # sites with different names form a pair if their error is smaller than this
 _TOLERANCE = 1e-5  # for float32; for other dtypes, it is proportional to their precision
@@ -173,6 +173,9 @@ class _Run:
             self.sites = {
                 site.name: site for site in ft.sites(function)(*args) if site.inside is None
             }
+            arrays, form = pack(args)
+            if form is not None:  # modules, which the function may change in place
+                args = form.unpack(arrays)
             self.result, values = ft.capture(function, [re.escape(name) for name in self.sites])(
                 *args
             )

@@ -18,6 +18,7 @@ from fnet import transforms as ft
 from fnet.cost import Cost
 from fnet.introspect import _render
 from fnet.introspect._graph._kept import Kept, kept_activations
+from fnet.jaxpr import holds_arrays, pack
 from fnet.layers import Layer
 
 
@@ -240,7 +241,12 @@ def as_function(f, args, train, options, caller="summary") -> tuple[Callable, An
         )
     if train:
         raise TypeError(f"{caller}: train=True is for layers; a function takes its own arguments")
-    return (lambda params, *inputs: f(params, *inputs, **options)), args[0], args[1:]
+    if holds_arrays(f):  # an Equinox model
+        f, args = type(f).__call__, (f, *args)
+    arrays, form = pack(args)
+    if form is None:
+        return (lambda params, *inputs: f(params, *inputs, **options)), args[0], args[1:]
+    return (lambda *arrays: f(*form.unpack(arrays), **options)), arrays[0], arrays[1:]
 
 
 def _training(run):

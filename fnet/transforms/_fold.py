@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from fnet import _jax, jaxpr
-from fnet.jaxpr import Structure, Traced, check_function
+from fnet.jaxpr import Structure, Traced, check_function, pack
 from fnet.transforms._folding import Fold, Folder
 from fnet.transforms._tune._tune import tune
 
@@ -19,7 +19,8 @@ class Folded:
     """The result of `fold`: a function whose parameters are constants."""
 
     def __init__(self, f: Callable, params: Any, state: Any):
-        self._f, self._params, self._state = f, params, state
+        self._f, self._stateful = f, state is not None
+        self._arrays, self._form = pack((params, state))
         self._programs: dict = {}
         self.__name__ = f"folded {getattr(f, '__name__', type(f).__name__)}"
 
@@ -39,9 +40,20 @@ class Folded:
         return traced.result((folder or Folder())(traced.closed, traced.arrays))
 
     def _applied(self, *args, **kwargs):
-        if self._state is None:
-            return self._f(self._params, *args, **kwargs)
-        return self._f(self._params, *args, state=self._state, **kwargs)[0]
+        trees = self._arrays if self._form is None else self._form.unpack(self._arrays)
+        params, state = trees
+        if self._stateful:
+            result, _ = self._f(params, *args, state=state, **kwargs)
+        else:
+            result = self._f(params, *args, **kwargs)
+        if self._form is not None and (lost := self._form.lost(trees, self._arrays)):
+            names = [path.partition("/")[2] for path in lost]
+            raise ValueError(
+                f"fold: the function changes {', '.join(names[:3])}{', ...' * (len(names) > 3)} of "
+                "a module, whose arrays are constants here. Call model.eval() before, for "
+                "inference mode"
+            )
+        return result
 
     def _compiled(self, leaves, structure):
         """Returns (run, weights, restore). `run(weights, arrays)` is the compiled program, and

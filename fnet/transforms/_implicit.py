@@ -10,7 +10,7 @@ import jax
 from jax.tree_util import keystr
 
 from fnet._util._text_table import aligned
-from fnet.jaxpr import Traced, array_leaves, is_implicit, wraps
+from fnet.jaxpr import Traced, array_leaves, is_implicit, mutable, pack, wraps
 from fnet.transforms._implicit_rules import ImplicitInterpreter, Use
 
 
@@ -54,7 +54,8 @@ def use_implicit_arrays(f: Callable) -> Callable:
 
 
 def _evaluate(interpreter, f, args, kwargs):
-    paths, structure = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_implicit)
+    packed, form = pack((args, kwargs))
+    paths, structure = jax.tree_util.tree_flatten_with_path(packed, is_leaf=is_implicit)
     implicit, leaves = {}, []  # by the identity of their placeholders
     for path, leaf in paths:
         if is_implicit(leaf):
@@ -68,13 +69,15 @@ def _evaluate(interpreter, f, args, kwargs):
         leaves.append(leaf)
     if not implicit:
         return f(*args, **kwargs)
-    args, kwargs = jax.tree.unflatten(structure, leaves)
+    _, _, modules = mutable.extract((args, kwargs))
+    given = jax.tree.unflatten(structure, leaves)
+    args, kwargs = given if form is None else form.unpack(given)
     traced = Traced(f, args, kwargs)
     found = [implicit.get(id(array), (None, array, "")) for array in traced.arrays]
     outputs = interpreter(
         traced.closed, [array for _, array, _ in found], [name for *_, name in found]
     )
-    return traced.result(outputs)
+    return traced.result(outputs, modules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +115,13 @@ class Uses:
 def uses(f: Callable, args: tuple, kwargs: dict) -> Uses:
     """Returns the operations in `f(*args, **kwargs)` that read implicit arrays, by tracing f."""
     interpreter = ImplicitInterpreter()
-    arrays, rebuild = array_leaves((args, kwargs))
+    packed, form = pack((args, kwargs))
+    arrays, rebuild = array_leaves(packed)
 
     def run(arrays):
-        _evaluate(interpreter, f, *rebuild(arrays))
+        given = rebuild(arrays)
+        args, kwargs = given if form is None else form.unpack(given)
+        _evaluate(interpreter, f, args, kwargs)
 
     jax.eval_shape(run, arrays)
     return Uses(tuple(interpreter.uses.values()))

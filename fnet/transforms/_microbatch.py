@@ -96,6 +96,7 @@ def microbatch(
     @wraps(f, "microbatch")
     def sliced(*args: Any, **options: Any) -> Any:
         state = () if carry is None else batched("microbatch", args, carry, "carry")
+        state = tuple(i for i in state if not mutable.extract(args[i])[2])  # always carried
         args = tuple(_state_arrays(i, arg) if i in state else arg for i, arg in enumerate(args))
         where = batched("microbatch", args, argnums)
         if argnums is None:
@@ -112,7 +113,7 @@ def microbatch(
                 f"microbatch: a batch of {rows} rows cannot be divided into {n} equal slices; use "
                 f"{max(d for d in range(1, n + 1) if rows % d == 0)}"
             )
-        call = _Call(f, args, options, where, modules)
+        call = _Call(f, args, options, where, modules, n)
         if n == 1:
             result, updated = call(f, 0, call.batch, *call.start)
             written = call.note(updated)
@@ -254,7 +255,8 @@ class _Call:
             modules).
     """
 
-    def __init__(self, f, args, options, where, modules):
+    def __init__(self, f, args, options, where, modules, slices):
+        self.slices = slices
         self._args, self._options, self._modules = args, options, modules
         self.batch, self._rebuild = batch_leaves(args, where)
         self._rest = {
@@ -275,7 +277,8 @@ class _Call:
         if modules is not None:
             modules = dataclasses.replace(modules, arrays=list(written))
         (args, options), new = mutable.insert((args, self._options), modules)
-        result = mutable.returned(f(*args, **options), new)
+        with mutable.explained():
+            result = mutable.returned(f(*args, **options), new)
         return result, mutable.updates(new, modules)
 
     def note(self, updated) -> list:
@@ -283,6 +286,8 @@ class _Call:
         arrays."""
         if updated is None:
             return []
+        if updated.changed and self.slices > 1:
+            _check_attributes(self._modules, updated)
         # Without the arrays, which belong to the trace of a slice.
         self._updated = dataclasses.replace(updated, arrays=[])
         return updated.arrays
@@ -311,6 +316,20 @@ class _Call:
         return inferred_state(traced) if declared is None else declared_state(traced, declared)
 
 
+def _check_attributes(before, after) -> None:
+    """Raises a TypeError if a slice changes an attribute of a flax.nnx module, because the program
+    is traced for one slice."""
+    changed = mutable.changed_attributes(
+        (before.graph, before.structure), (after.graph, after.structure)
+    )
+    for name, old, new in changed:
+        raise TypeError(
+            f"microbatch: each slice changes the attribute {name!r} of a flax.nnx module, in the "
+            f"first from {old!r} to {new!r}, and all slices share one program. Keep a counter in an "
+            "nnx.Variable(jnp.asarray(0)), and call model.train() or model.eval() before"
+        )
+
+
 def _is_input(x) -> bool:
     return is_array(x) and not isinstance(x, jax.Ref)
 
@@ -321,7 +340,8 @@ def _state_arrays(position, state):
         if not _is_input(x) and not isinstance(x, (int, float, complex)):
             raise TypeError(
                 f"microbatch: carry= names argument {position}, which must contain only arrays and "
-                f"numbers; its leaf {jax.tree_util.keystr(path)} is a {type(x).__name__}"
+                f"numbers; its leaf {jax.tree_util.keystr(path)} is a {type(x).__name__}. Pass the "
+                "arrays of a model alone, those of Equinox from eqx.partition(model, eqx.is_array)"
             )
     return jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), state)
 

@@ -11,6 +11,9 @@ from fnet._util._nearest import nearest_to_pattern
 from fnet.jaxpr import BLOCK
 from fnet.transforms._capture._sites import Site
 
+_UNNAMED = (
+    "the function has no named scopes (those of a flax.nnx module come from ft.name_scopes(module))"
+)
 _INDEX = re.compile(r"\[(-?\d+)\]")
 
 
@@ -87,7 +90,7 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
         names = [site.name for site in sites if site.obstacle is None]
         raise ValueError(
             f"{who}: the pattern {pattern!r} matches no site; nearest: "
-            f"{nearest_to_pattern(pattern, names, 4) or 'the function has no named scopes'}. "
+            f"{nearest_to_pattern(pattern, names, 4) or _UNNAMED}. "
             f"ft.sites(f)(*args) "
             "lists all sites"
         )

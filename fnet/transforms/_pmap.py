@@ -3,6 +3,7 @@ a named axis."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
-from fnet.jaxpr import Compiled, check_function, static
+from fnet.jaxpr import Compiled, Form, check_function, has_modules, mutable, pack, static, wraps
 from fnet.transforms._replicated import may_differ
 
 
@@ -38,6 +39,9 @@ def pmap(
             return jax.tree.map(lambda p, g: p - 0.1 * lax.pmean(g, "devices"), params, grads)
 
         params = step(params, ft.shard(batch))
+
+    Modules of flax.nnx and Equinox may be arguments, with one axis or None for all arrays of each.
+    With None, what the function changes in a module of flax.nnx must be equal on all devices.
 
     To combine the values of all devices, call a collective in `f`, such as `lax.psum` or
     `lax.all_gather`, with `axis_name`. Code without collectives needs no `pmap`: use `jax.jit` with
@@ -82,6 +86,18 @@ def pmap(
         _positions("donate_argnums", donate_argnums),
     )
     mesh = _mesh(devices, axis_name)
+    of_modules = _OfModules(
+        f,
+        in_axes,
+        out_axes,
+        functools.partial(
+            pmap,
+            axis_name=axis_name,
+            in_axes=in_axes,
+            donate_argnums=donate_argnums,
+            devices=devices,
+        ),
+    )
     mapped = _Mapped(f, axis_name, in_axes, out_axes, static, mesh)
     compiled = jax.jit(mapped.run, donate_argnums=donated)
 
@@ -93,6 +109,13 @@ def pmap(
                 f"axis "
                 f"{outer[0]!r}. Use jax.vmap inside."
             )
+        if has_modules([arg for i, arg in enumerate(args) if i not in static]):
+            if kwargs or static:
+                raise TypeError(
+                    f"pmap: '{mapped.name}' gets modules, so all of its arguments must be "
+                    "positional and none static; bind the others with functools.partial"
+                )
+            return of_modules(*args)
         for i in donated:
             if i < len(args) and any(_elsewhere(x, mesh) for x in jax.tree.leaves(args[i])):
                 args = (*args[:i], mapped.placed(i, args), *args[i + 1 :])
@@ -117,6 +140,49 @@ def pmap(
         lambda *args, **kwargs: compiled.lower(*mapped.boxed(args), **kwargs),
         lambda *args, **kwargs: compiled.trace(*mapped.boxed(args), **kwargs),
     )
+
+
+class _OfModules:
+    """pmap of a function with modules among its arguments: maps a function of their arrays, which
+    also returns the arrays of flax.nnx that the function changes."""
+
+    def __init__(self, f: Callable, in_axes: Any, out_axes: Any, mapping: Callable):
+        self._f, self._in_axes, self._out_axes, self._mapping = f, in_axes, out_axes, mapping
+        self._programs: dict = {}
+
+    def __call__(self, *args: Any) -> Any:
+        arrays, form = pack(args)
+        if form not in self._programs:
+            self._programs[form] = self._program(form, len(args))
+        mapped, returned = self._programs[form]
+        result, changed = mapped(*arrays)
+        leaves, structure = jax.tree.flatten(arrays)
+        if jax.tree.leaves(changed):
+            kept = structure.flatten_up_to(changed)
+            new = [old if x is None else x for x, old in zip(kept, leaves)]
+            form.update(args, jax.tree.unflatten(structure, new))
+        return result if returned["form"] is None else returned["form"].unpack(result)
+
+    def _program(self, form: Form, count: int) -> tuple[Callable, dict]:
+        returned: dict = {}
+
+        @wraps(self._f, signature=False)
+        def of_arrays(*arrays: Any) -> Any:
+            args = form.unpack(arrays)
+            with mutable.explained():
+                result, returned["form"] = pack(self._f(*args))
+            after, new = pack(args)
+            if new != form:
+                raise TypeError(
+                    f"pmap: of a module, '{of_arrays.__name__}' may change the arrays alone, but "
+                    f"{'; '.join(form.differences(new))}. Keep a counter in an "
+                    "nnx.Variable(jnp.asarray(0))"
+                )
+            return result, jax.tree.map(lambda x, old: None if x is old else x, after, arrays)
+
+        axes = self._in_axes
+        own = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,) * count
+        return self._mapping(of_arrays, out_axes=(self._out_axes, own)), returned
 
 
 def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:

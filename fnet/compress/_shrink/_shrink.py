@@ -17,7 +17,7 @@ from fnet.compress._shrink._groups import Call, apply_cuts, cuts, groups
 from fnet.compress._shrink._removal import Removal, shrunk_function
 from fnet.compress._shrink._scores import METHODS, scores
 from fnet.compress._shrink._smaller_model import smaller_model
-from fnet.jaxpr import is_array, is_implicit
+from fnet.jaxpr import Form, is_array, is_implicit, pack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def shrink(
     Args:
         f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. Each call of
             the shrunk function traces f again, so apply `jax.jit` to it.
-        params: a tree of arrays.
+        params: a tree of arrays, or a module of flax.nnx in inference mode, or of Equinox.
         *args, **kwargs: example arguments of f; for `score="magnitude"`, they may be
             `jax.ShapeDtypeStruct`s. With a keyword argument `state`, f must return (result, new
             state), and removed channels are removed from the state too.
@@ -189,6 +189,12 @@ def shrink(
     >>> shrunk.params["in"].tolist(), shrunk.f(shrunk.params, jnp.ones((2, 1))).tolist()
     ([[2.0, 3.0]], [[5.0], [5.0]])
     """
+    arrays, form = pack(params)
+    if form is not None and form.graph is not None:
+        options = {"fraction": fraction, "flops": flops, "seconds": seconds, "chip": chip}
+        options |= {"score": score, "loss": loss, "keep": keep}
+        shrunk = shrink(_of_arrays(f, form), arrays, *args, **options, **kwargs)
+        return _of_modules(shrunk, form)
     name, limit = _limits(fraction, flops, seconds)
     _check(params, (args, kwargs), score, loss)
     args = params, *args
@@ -227,6 +233,30 @@ def shrink(
         smaller_model(f, function, small, smaller, removed),
         report,
     )
+
+
+def _of_arrays(f: Callable, form: Form) -> Callable:
+    """Returns f, whose parameters are a flax.nnx module, as a function of the module's arrays."""
+
+    def of_arrays(arrays: Any, *args: Any, **kwargs: Any) -> Any:
+        params = form.unpack(arrays)
+        result = f(params, *args, **kwargs)
+        if form.lost(params, arrays):
+            raise TypeError(
+                "shrink: the function updates flax.nnx variables in place. Split the module, and "
+                "return the new state: f(params, x, state=state) -> (y, new state). Or call "
+                "model.eval() before, for inference mode"
+            )
+        return result
+
+    return of_arrays
+
+
+def _of_modules(shrunk: Shrunk, form: Form) -> Shrunk:
+    def f(params: Any, *args: Any, **kwargs: Any) -> Any:
+        return shrunk.f(pack(params)[0], *args, **kwargs)
+
+    return dataclasses.replace(shrunk, f=f, params=form.unpack(shrunk.params), model=None)
 
 
 def _size(params) -> int:

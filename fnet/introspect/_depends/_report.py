@@ -42,6 +42,7 @@ from fnet.jaxpr import (
     check_function,
     is_array,
     mutable,
+    pack,
     title,
 )
 
@@ -493,7 +494,8 @@ class _Output:
 
 def _distinct(tree: Any) -> Any:
     """Makes copies of arrays that occur twice, so that each occurrence has an axis of its own."""
-    leaves = [x for x in jax.tree.leaves(tree) if is_array(x)]
+    packed, form = pack(tree)  # flax.nnx modules may share arrays
+    leaves = [x for x in jax.tree.leaves(packed) if is_array(x)]
     if len({id(x) for x in leaves}) == len(leaves):
         return tree
     seen: set[int] = set()
@@ -507,7 +509,8 @@ def _distinct(tree: Any) -> Any:
         seen.add(id(x))
         return x
 
-    return jax.tree.map(once, tree)
+    changed = jax.tree.map(once, packed)
+    return changed if form is None else form.unpack(changed)
 
 
 def _followed(

@@ -3,7 +3,9 @@ scaled loss."""
 
 from __future__ import annotations
 
+import functools
 import numbers
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet.hardware import Policy
-from fnet.jaxpr import wraps
+from fnet.jaxpr import has_modules, mutable, wraps
 
 if TYPE_CHECKING:
     import optax
@@ -214,6 +216,8 @@ def scaled_value_and_grad(
     you get `jax.value_and_grad(loss)(params, batch)`, so the same training step works in every
     precision.
 
+    For a module of flax.nnx or an Equinox model, it is the `value_and_grad` of that library.
+
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.
         argnums, has_aux: as in `jax.value_and_grad`. `argnums` counts the arguments of the loss,
@@ -238,8 +242,9 @@ def scaled_value_and_grad(
     )  # the result has the additional argument opt_state
     def scaled(opt_state, *args, **kwargs):
         state = loss_scale_state(opt_state)
+        value_and_grad = _value_and_grad(args, argnums)
         if state is None:
-            return jax.value_and_grad(loss, argnums, has_aux=has_aux)(*args, **kwargs)
+            return value_and_grad(loss, has_aux=has_aux)(*args, **kwargs)
 
         def multiplied(*args, **kwargs):
             output = loss(*args, **kwargs)
@@ -258,9 +263,23 @@ def scaled_value_and_grad(
             value = jnp.asarray(value, _wide(kind))
             return value * state.scale.astype(value.dtype), (value, aux)
 
-        (_, (value, aux)), grads = jax.value_and_grad(multiplied, argnums, has_aux=True)(
-            *args, **kwargs
-        )
+        (_, (value, aux)), grads = value_and_grad(multiplied, has_aux=True)(*args, **kwargs)
         return ((value, aux) if has_aux else value), grads
 
     return scaled
+
+
+def _value_and_grad(args: tuple, argnums: Any) -> Callable:
+    """Returns the `value_and_grad` of the library whose modules are differentiated."""
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+    wanted = [args[i] for i in positions if i < len(args)]
+    if mutable.extract(wanted)[2]:
+        return functools.partial(sys.modules["flax.nnx"].value_and_grad, argnums=argnums)
+    if not has_modules(wanted):
+        return functools.partial(jax.value_and_grad, argnums=argnums)
+    if argnums != 0 or "equinox" not in sys.modules:
+        raise TypeError(
+            f"scaled_value_and_grad: argument {argnums} has leaves that are not arrays; only for "
+            "an Equinox model as the first argument (argnums=0) are its floating-point arrays known"
+        )
+    return sys.modules["equinox"].filter_value_and_grad

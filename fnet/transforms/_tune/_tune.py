@@ -88,9 +88,15 @@ def tune(
     [[0.0, 0.0]]
     """
     check_function("tune", step)
+    if type(step).__name__ == "JitWrapped":  # the result of nnx.jit, which `jax.jit` can call
+        step = _called(step)
     chip = _chip(chip)
     chosen = _chosen(chip, rules or {})
     return _Tuned(step, chip, chosen, measure)
+
+
+def _called(step):
+    return wraps(step)(lambda *args, **kwargs: step(*args, **kwargs))
 
 
 class _Tuned:
@@ -103,11 +109,13 @@ class _Tuned:
 
     def __init__(self, step, chip, rules, measure):
         wraps(step)(self)
-        self._step, self._tuner, self._programs = step, Tuner(rules), {}
+        self._step, self._own = mutable.opened(step)
+        self._tuner, self._programs = Tuner(rules), {}
         self._measure = measure
         self.tuned = step, chip, rules, self.measured  # for explain
 
     def __call__(self, *args, **kwargs):
+        args = (*self._own, *args)
         if jax.config.jax_disable_jit:
             return self._step(*args, **kwargs)
         if not _jax.outermost():
@@ -119,6 +127,7 @@ class _Tuned:
 
     def trace(self, *args, **kwargs):
         """Traces the program, like `trace` of a jitted function, for ahead-of-time compilation."""
+        args = (*self._own, *args)
         return self._program(args, kwargs).trace(args, kwargs)
 
     def lower(self, *args, **kwargs):
@@ -160,6 +169,7 @@ class _Tuned:
         If no rules have been selected yet for these arguments, the method first selects the rules
         (see the argument `measure` of `tune`). Returns None if `measure` is False.
         """
+        args = (*self._own, *args)
         return self._program(args, kwargs).measured if self._measure else None
 
     def _timed(self, plain, args, kwargs):
@@ -193,7 +203,8 @@ class _Program:
             def functional(args, kwargs, modules):
                 given = args, kwargs
                 (args, kwargs), new = mutable.insert(unboxed(given), modules)
-                result = mutable.returned(step(*args, **kwargs), new)
+                with mutable.explained():
+                    result = mutable.returned(step(*args, **kwargs), new)
                 return self._boxed(result, given), mutable.updates(new, modules)
         elif plain:
             functional = wraps(step)(lambda *args, **kwargs: self._boxed(step(*args, **kwargs)))
