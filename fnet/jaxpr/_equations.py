@@ -13,6 +13,7 @@ from typing import Any
 
 from jax import lax
 
+from fnet import _jax
 from fnet.jaxpr._primitives import description
 
 CONVOLUTION, DOT = lax.conv_general_dilated_p, lax.dot_general_p
@@ -212,7 +213,9 @@ def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 def operation(eqn: Any) -> Hashable | None:
     """Identifies what an equation computes, by its primitive, parameters and types, or is None if
-    its parameters cannot be compared."""
+    its parameters cannot be compared, or do not say all, as those of JAX's HiPrims."""
+    if _jax.hi_primitive(eqn) is not None:
+        return None
     types = tuple(_type(v) for v in (*eqn.invars, *eqn.outvars))
     key = eqn.primitive, tuple(sorted(eqn.params.items(), key=lambda item: item[0])), types
     try:

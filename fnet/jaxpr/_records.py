@@ -68,6 +68,8 @@ class Pooled(NamedTuple):
     """Of the gradient of poolings."""
 
     window_dimensions: Shape
+    window_strides: Shape
+    padding: tuple[tuple[int, int], ...]
 
 
 class Iota(NamedTuple):

@@ -108,6 +108,16 @@ class Independent(Claim):
         return super().bad(reach)
 
 
+class _WithNumbers(Independent):
+    """Positions are independent for these numbers of some inputs."""
+
+    def __init__(self, axis: Axis, name: Any, constants: Mapping[int, np.ndarray]):
+        super().__init__(axis, name)
+        self.constants = dict(constants)
+        for index in constants:
+            self.sources.pop(index, None)
+
+
 class Causal(Claim):
     def __init__(self, axis: Axis, name: Any):
         super().__init__(axis, name)
@@ -127,15 +137,20 @@ class Segments(Claim):
     Args:
         index: the input of the program with the numbers of the texts.
         ids: these numbers, [time] or [rows, time].
-        rows: {output: the axis of the rows}.
+        rows: the axis of the rows, if there is one.
+
+    Attributes:
+        apart: the claims that must hold, too: rows do not see each other.
     """
 
-    def __init__(self, axis: Axis, name: Any, index: int, ids: np.ndarray, rows: Mapping[int, int]):
+    def __init__(self, axis: Axis, name: Any, index: int, ids: np.ndarray, rows: Sequence[Axis]):
         super().__init__(axis, name)
         self.text = f"segments of {name!r}, with these numbers, are apart"
         self.sources.pop(index)
         self.constants = {index: ids}
-        self.ids, self.rows = ids if ids.ndim == 2 else ids[None], rows
+        self.ids = ids if ids.ndim == 2 else ids[None]
+        self.rows = dict(rows[0].targets) if rows else {}
+        self.apart = [_WithNumbers(each, "rows", self.constants) for each in rows]
         here = np.arange(self.ids.shape[1])
         new = np.ones(self.ids.shape, bool)
         new[:, 1:] = self.ids[:, 1:] != self.ids[:, :-1]

@@ -73,7 +73,8 @@ def vanishes(bound: np.ndarray, name: str) -> np.ndarray:
 
 def largest_exact(eqn: Any) -> int:
     """The largest whole number up to which the result of an equation has all of them."""
-    return min(_EXACT, 2 ** (jnp.finfo(eqn.outvars[0].aval.dtype).nmant + 1))
+    kind = jnp.finfo(eqn.outvars[0].aval.dtype)
+    return min(_EXACT, 2 ** (kind.nmant + 1), int(kind.max))
 
 
 def _always(f: Callable) -> Callable:

@@ -92,6 +92,9 @@ def made(
         # a known element depends on nothing
         low, high = np.where(known, FAR, low), np.where(known, -1, high)
         value, known = small(value, shape), small(known, shape)
+    if below is not None:
+        # a number near 0 could be rounded to 0, and then is no bound for its multiples
+        below = np.where(below <= -1, below, _UNBOUNDED)
     if below is not None and np.isposinf(below).all():
         below = None
     if below is not None:
@@ -137,10 +140,10 @@ def source(shape: Sequence[int], axis: int) -> Reach:
 
 def container(dtype: Any) -> np.dtype | None:
     """The dtype in which known values of a dtype are stored: float32 for floating-point dtypes that
-    NumPy lacks, and None for keys, complex numbers and others."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    NumPy lacks, and None for keys, complex numbers, powers of two (e8m0) and others."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or "e8m0" in str(dtype):
         return None
-    if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).kind != "f":
+    if jnp.issubdtype(dtype, jnp.floating) and str(dtype) not in ("float16", "float32", "float64"):
         return np.dtype(np.float32)
     return np.dtype(dtype) if np.dtype(dtype).kind in "biuf" else None
 

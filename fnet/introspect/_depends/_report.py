@@ -34,9 +34,10 @@ from fnet.introspect._depends._reach import (
     uniform,
 )
 from fnet.introspect._depends._trials import Counterexample
-from fnet.introspect._depends._walk import Step, Walk, has_refs
+from fnet.introspect._depends._walk import Step, Walk, keeps_state
 from fnet.jaxpr import (
     Interpreter,
+    Structure,
     Traced,
     array_leaves,
     check_function,
@@ -78,7 +79,7 @@ class Verdict:
     counterexample: Counterexample | None = None
     trials: int = 0
     opaque: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    _program: Any = dataclasses.field(default=None, repr=False)
+    _report: Dependence | None = dataclasses.field(default=None, repr=False)
     _constants: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
 
     def holds(self, *args: Any, **kwargs: Any) -> bool:
@@ -86,18 +87,13 @@ class Verdict:
         shapes.
 
         Raises:
-            ValueError: the arguments have other shapes or dtypes.
+            ValueError: the arguments have another structure, other shapes, dtypes, or values that
+                are not arrays.
         """
-        if self._program is None:
+        if self._report is None:
             return False
-        closed, _ = self._program
-        tree, modules, _ = mutable.extract((args, kwargs))
-        arrays, _ = array_leaves((tree, modules))
-        types = [(tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype)) for x in arrays]
-        expected = [(tuple(v.aval.shape), v.aval.dtype) for v in closed.jaxpr.invars]
-        if types != expected:
-            raise ValueError(f"holds: expected arrays {expected}, got {types}")
-        if any(not np.array_equal(arrays[i], x) for i, x in self._constants.items()):
+        arrays = self._report.arrays(args, kwargs)
+        if any(not np.array_equal(_as(arrays[i], x), x) for i, x in self._constants.items()):
             return False
         if self.status == "proved":
             return True
@@ -106,7 +102,16 @@ class Verdict:
 
     @functools.cached_property
     def _checked(self) -> Callable:
-        return jax.jit(checked(*self._program, self.conditions))
+        assert self._report is not None
+        return jax.jit(self._report.conditions(self))
+
+    def and_(self, other: Verdict) -> Verdict:
+        """This claim together with another one of the same report."""
+        if other.status not in ("proved", "proved if"):
+            return dataclasses.replace(other, claim=f"{self.claim}, {other.claim}")
+        conditions = {each.key: each for each in (*self.conditions, *other.conditions)}
+        status = "proved if" if conditions else "proved"
+        return dataclasses.replace(self, status=status, conditions=tuple(conditions.values()))
 
     def __str__(self) -> str:
         if self.status == "proved":
@@ -164,8 +169,10 @@ class Dependence:
         axes: Mapping[str, Axis],
         names: Sequence[str],
         arguments: Mapping[str, Any],
+        structure: Any,
     ):
         self._traced = traced
+        self._structure = structure
         self._axes = dict(axes)
         self._outputs = list(names)
         self._arguments = arguments
@@ -174,6 +181,26 @@ class Dependence:
     @property
     def closed(self) -> Any:
         return self._traced.closed
+
+    def arrays(self, args: tuple, kwargs: Mapping) -> list:
+        """The arrays of arguments like those of `depends`.
+
+        Raises:
+            ValueError: they have another structure, other shapes, dtypes, or values that are not
+                arrays.
+        """
+        if _structure(args, kwargs) != self._structure:
+            raise ValueError(
+                "depends: expected arguments as those that were analyzed: the same ones by position "
+                "and by name, and equal values of all that is no array"
+            )
+        tree, modules, _ = mutable.extract((args, kwargs))
+        arrays, _ = array_leaves((tree, modules))
+        types = [(tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype)) for x in arrays]
+        expected = [(tuple(v.aval.shape), v.aval.dtype) for v in self.closed.jaxpr.invars]
+        if types != expected:
+            raise ValueError(f"depends: expected arrays {expected}, got {types}")
+        return arrays
 
     def verdict(self, kind: str, axis: str | int, *, trials: bool = True) -> Verdict:
         """Returns the `Verdict` on a claim.
@@ -184,7 +211,12 @@ class Dependence:
             trials: whether to look for a counterexample if the claim is not proved. It runs the
                 function, which a loop could keep from ending. Default True.
         """
-        return self._decided(self._claim(kind, axis), trials)
+        claim = self._claim(kind, axis)
+        found = self._decided(claim, trials)
+        if isinstance(claim, Segments) and found.status in ("proved", "proved if"):
+            for rows in claim.apart:
+                found = found.and_(self._decided(rows, trials))
+        return found
 
     def padding(
         self,
@@ -216,14 +248,9 @@ class Dependence:
         'proved'
         """
         constants = {}
-        for name, array in (known or {}).items():
-            i = self._index(name)
-            expected = self._traced.arrays[i]
-            constants[i] = np.asarray(array, expected.dtype)
-            if np.shape(array) != expected.shape:
-                raise ValueError(
-                    f"padding: {name!r} has shape {np.shape(array)}, expected {expected.shape}"
-                )
+        for name, x in (known or {}).items():
+            index = self._index(name)
+            constants[index] = self._constant(name, index, x)
         return self._decided(Padding(self._axis(axis), axis, length, constants), trials)
 
     def _decided(self, claim: Claim, trials: bool) -> Verdict:
@@ -233,9 +260,8 @@ class Dependence:
             if broken is None:
                 conditions = tuple(walk.assumed.made.values())
                 status = "proved if" if conditions else "proved"
-                program = self.closed, walk.opened
                 return Verdict(
-                    claim.text, status, conditions, _program=program, _constants=claim.constants
+                    claim.text, status, conditions, _report=self, _constants=claim.constants
                 )
         k, positions = broken  # type: ignore[misc]
         step = self._culprit(claim, k)
@@ -272,15 +298,19 @@ class Dependence:
         >>> error.get() is None
         False
         """
-        conditions = {each.key: each for verdict in verdicts for each in verdict.conditions}
-        run = checked(self.closed, self._opened, list(conditions.values()))
+        run = self.conditions(*verdicts)
 
         def computed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            tree, modules, _ = mutable.extract((args, kwargs))
-            error, outputs = run(*array_leaves((tree, modules))[0])
+            error, outputs = run(*self.arrays(args, kwargs))
             return error, self._traced.tree(outputs)[0]
 
         return computed
+
+    def conditions(self, *verdicts: Verdict) -> Callable:
+        """Returns a function of the arrays in the arguments that returns (error, the arrays in the
+        result), as `checked`."""
+        every = {each.key: each for verdict in verdicts for each in verdict.conditions}
+        return checked(self.closed, self._opened, list(every.values()))
 
     def check(
         self,
@@ -300,7 +330,8 @@ class Dependence:
             segments: the name of an argument of the function, integers [time] or [rows, time]: the
                 texts that are packed into a row. Each position of the results depends on positions
                 with the same integer alone. It is proved for these integers, so they must be an
-                array, and for any other argument. `axes` must contain its axes.
+                array, and for any other argument. `axes` must contain its axes. With [rows, time],
+                rows are proved to be independent, too.
             assume: "finite" accepts claims that are proved under conditions, such as that values
                 which a mask multiplies by 0 are finite. The `Verdict` lists them. Default None.
 
@@ -360,8 +391,23 @@ class Dependence:
         ]
         if not along or (ids.ndim == 2 and not rows):
             raise ValueError(f"segments={name!r}: axes= must name each axis of this argument")
-        targets = dict(rows[0].targets) if rows else {}
-        return Segments(along[0], name, index, np.asarray(ids), targets)
+        return Segments(along[0], name, index, self._constant(name, index, ids), rows[:1])
+
+    def _constant(self, name: str, index: int, values: Any) -> np.ndarray:
+        """The numbers of an argument, as the program sees them: JAX may narrow them."""
+        kind = self.closed.jaxpr.invars[index].aval
+        if np.shape(values) != kind.shape:
+            raise ValueError(
+                f"depends: {name!r} has the shape {kind.shape}, and the numbers given for it "
+                f"{np.shape(values)}"
+            )
+        narrowed = _as(values, kind)
+        if not np.array_equal(narrowed, values):
+            raise ValueError(
+                f"depends: {name!r} has numbers that {kind.dtype}, in which the program sees them, "
+                "does not have"
+            )
+        return narrowed
 
     def _reaches(
         self, claim: Claim, assumed: Assumptions, record: bool = False
@@ -375,8 +421,8 @@ class Dependence:
             else:
                 inputs.append(nothing(v.aval.shape))
         walk = Walk(assumed, record, self._opened)
-        if has_refs(self.closed.jaxpr):
-            walk.opaque["jax.Ref"] = ""
+        if (state := keeps_state(self.closed.jaxpr)) is not None:
+            walk.opaque[state] = ""
             walk.steps = []
             whole = everything(inputs)
             return walk, [uniform(v.aval.shape, *whole) for v in self.closed.jaxpr.outvars]
@@ -396,6 +442,16 @@ class Dependence:
             for k, place in axis.targets.items():
                 lines.append(f"{self._outputs[k]} along {name!r}: {relation(outputs[k], place)}")
         return "\n".join(lines)
+
+
+def _as(values: Any, like: Any) -> np.ndarray:
+    return np.asarray(values).astype(like.dtype)
+
+
+def _structure(args: tuple, kwargs: Mapping) -> Structure:
+    """The structure of arguments, and the values of all that is no array."""
+    tree, modules, _ = mutable.extract((args, dict(kwargs)))
+    return Structure((tree, modules))
 
 
 def relation(reach: Reach, axis: int) -> str:
@@ -443,13 +499,15 @@ def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Depende
         axes: {name: (in_axes, out_axes)} as for `jax.vmap`: in_axes has an axis or None for each
             argument, or a tree of them, and out_axes for the results. Arrays with None, such as
             parameters, are shared. Instead of the pair, an integer is the axis of all arguments that
-            are arrays, and of all results. Default: the symbolic sizes, or else {0: 0}.
+            are arrays, and of all results; arrays in lists, tuples and dicts are shared. Default:
+            the symbolic sizes, or else {0: 0}.
 
     Returns:
         A `Dependence`.
 
     Raises:
-        ValueError: an array has no such axis, or the axis has different lengths.
+        ValueError: an array has no such axis, or the axis has different lengths; a keyword argument
+            has no entry in in_axes; a symbolic size occurs twice in one array.
 
     >>> def mean_of_neighbors(x):
     ...     return (x[:, :-1] + x[:, 1:]) / 2
@@ -482,7 +540,7 @@ def depends(f: Callable, *args: Any, axes: Any = None, **kwargs: Any) -> Depende
         for name, argument in bound.items()
         for path, leaf in jax.tree_util.tree_leaves_with_path(argument)
     }
-    return Dependence(traced, followed, names, arguments)
+    return Dependence(traced, followed, names, arguments, _structure(args, kwargs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -523,6 +581,12 @@ def _followed(
         wanted.update({id(x): int(given) for x in kwargs.values() if is_array(x)})
     else:
         in_axes, out_axes = given
+        by_name = [key for key, x in kwargs.items() if any(map(is_array, jax.tree.leaves(x)))]
+        if by_name:
+            raise ValueError(
+                f"depends: axis {name!r}: in_axes has no entry for the keyword argument "
+                f"{by_name[0]!r}; pass it by position"
+            )
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)

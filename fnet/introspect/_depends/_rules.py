@@ -9,6 +9,7 @@ zeros.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from fnet.axes import axis_map
 from fnet.introspect._depends import _known
@@ -41,7 +43,6 @@ Rule = Callable[[Any, Sequence[Reach], Assumptions], list[Reach] | None]
 def results(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach] | None:
     """Returns a `Reach` for each result of an equation, or None if its primitive has no rule."""
     name = eqn.primitive.name
-    _mind_zeros(eqn, assumed)
     if operands and all(map(_blank, operands)):
         return [nothing(v.aval.shape) for v in eqn.outvars]
     if not builtin(eqn.primitive):
@@ -174,30 +175,45 @@ _KEEPS_BOUND = ("stop_gradient", "copy", "convert_element_type", "reduce_precisi
 _WITH_INFINITY = ("float16", "bfloat16", "float32", "float64")
 
 
-def _mind_zeros(eqn: Any, assumed: Assumptions) -> None:
+def mind_zeros(eqn: Any, assumed: Assumptions) -> None:
     """Assumes that no operand is 0 whose sign the result shows. A product with a zero of a mask is
     +0 or -0, depending on what is masked."""
-    if not assumed.made:
+    if not assumed.allowed:
         return
-    if eqn.primitive.name == "integer_pow" and options(eqn).y >= 0:
-        return
-    for i in _SHOWS_SIGN.get(eqn.primitive.name, ()):
-        if i < len(eqn.invars) and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating):
+    for i, v in enumerate(eqn.invars):
+        dtype = getattr(v.aval, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and _shows_sign(eqn, i):
             assumed.nonzero(eqn, i)
 
 
-_SHOWS_SIGN = {
-    "div": (1,),
-    "atan2": (0, 1),
-    "rsqrt": (0,),
-    "pow": (0,),
-    "integer_pow": (0,),
-    "digamma": (0,),
-    "nextafter": (0, 1),
-    "bitcast_convert_type": (0,),
-    "sort": tuple(range(8)),
-    "top_k": (0,),
-}
+def _shows_sign(eqn: Any, operand: int) -> bool:
+    """Whether the sign of a zero changes more of a result than the sign of a zero."""
+    name = eqn.primitive.name
+    if any(np.dtype(v.aval.dtype).kind == "c" for v in eqn.outvars if container(v.aval.dtype)):
+        return True
+    if not builtin(eqn.primitive):
+        return True
+    if name == "div":
+        return operand == 1
+    if name == "integer_pow":
+        return options(eqn).y < 0
+    if name == "scatter":
+        return options(eqn).update_jaxpr is not None  # a function of the user
+    return name not in _BLIND and product(eqn) is None
+
+
+_BLIND = frozenset(
+    """abs acos acosh add add_any argmax argmin asin asinh atan atanh broadcast_in_dim cbrt ceil clamp
+    concatenate convert_element_type copy copy_p cos cosh cumlogsumexp cummax cummin cumprod cumsum
+    device_put dynamic_slice dynamic_update_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor
+    gather ge gt is_finite layout_constraint le log log1p logistic lt max min mul name ne neg
+    one_minus_square optimization_barrier pad pvary reduce_max reduce_min reduce_precision reduce_prod
+    reduce_sum reduce_window_max reduce_window_min reduce_window_sum rem reshape reshard rev round
+    scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_scatter_add select_n
+    sharding_constraint sign sin sinh slice split sqrt square squeeze stack stop_gradient sub tan tanh
+    tile transpose unstack""".split()
+)
+"""Operations of real numbers in which -0 and 0 give the same, or -0 and 0."""
 
 
 def _to_rank(reach: Reach, shape: Sequence[int]) -> Reach:
@@ -225,7 +241,8 @@ def _times(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> Special
     for i, each in enumerate(operands):
         factor, bound = operands[1 - i], each.bound()
         if bound is not None and factor.all_known() and (factor.value > 0).all():
-            below = np.where(bound < 0, bound * factor.value.astype(np.float64), np.inf)
+            scaled = 0.99 * bound * factor.value.astype(np.float64)
+            below = np.where(bound < 0, scaled, np.inf)  # which may be rounded
     return value, zeros, below
 
 
@@ -239,12 +256,16 @@ def _quotient(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> Spec
             value, zeros = np.zeros((1,) * here.ndim, _container(eqn)), here
     bound = top.bound()
     if bound is not None and bottom.all_known() and (bottom.value > 0).all():
-        below = np.where(bound < 0, bound / bottom.value.astype(np.float64), np.inf)
+        scaled = 0.99 * bound / bottom.value.astype(np.float64)
+        below = np.where(bound < 0, scaled, np.inf)
     return value, zeros, below
 
 
-def _sum(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> Special | None:
-    """A mask that adds a large negative number, to scores that are smaller."""
+def _sum(
+    eqn: Any, operands: Sequence[Reach], assumed: Assumptions, *, negated: bool = False
+) -> Special | None:
+    """A mask that adds a large negative number, to scores that are smaller. `negated` is for a
+    difference, whose right operand is negated here and not in the equation."""
     value = known = below = None
     for i, each in enumerate(operands):
         bound = each.bound()
@@ -259,8 +280,12 @@ def _sum(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> Special |
         if not far.any():
             continue
         least = float(bound[far].max())
-        if assumed.at_most(eqn, 1 - i, -least / 2):
-            here = np.where(far, bound + -least / 2, np.inf)
+        if negated and i == 0:
+            small = assumed.at_least(eqn, 1, least / 2)
+        else:
+            small = assumed.at_most(eqn, 1 - i, -least / 2)
+        if small:
+            here = np.where(far, 0.99 * (bound + -least / 2), np.inf)
             below = here if below is None else np.minimum(below, here)
     return value, known, below
 
@@ -271,7 +296,7 @@ def _difference(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> Sp
     if right.value is not None and right.known is not None and right.value.dtype.kind == "f":
         negative = dataclasses.replace(right, value=-right.value, below=None)
         if (negative.bound() <= _FAR_BELOW).any():  # type: ignore[operator]
-            return _sum(eqn, [left, negative], assumed)
+            return _sum(eqn, [left, negative], assumed, negated=True)
     value = known = below = None
     bound = left.bound()
     if bound is None or right.all_known():
@@ -639,6 +664,7 @@ def _gather(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
     kept = [i for i in range(len(array.shape)) if i not in removed]
     index: list[np.ndarray] = []
     inside = np.ones((1,) * rank, bool)
+    filled = False
     unknown = []
     for axis, size in enumerate(array.shape):
         position = np.zeros((1,) * rank, np.int64)
@@ -648,14 +674,16 @@ def _gather(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
         elif axis in numbers.start_index_map:
             start = _column(indices, numbers.start_index_map.index(axis), batch_axes, rank)
             most = size - sizes[axis]
+            if "fill" in mode and start is not None:
+                inside = inside & (start >= 0) & (start <= most)
+            elif "fill" in mode:
+                filled = True  # perhaps
             if most == 0:
                 start = position
             if start is None or ("clip" not in mode and "fill" not in mode and most):
                 if start is None or (start < 0).any() or (start > most).any():
                     unknown.append(axis)
                     start = position
-            if "fill" in mode and most and axis not in unknown:
-                inside = inside & (start >= 0) & (start <= most)
             position = position + np.clip(start, 0, most)
         if axis in kept and axis not in unknown:
             position = position + grid[numbers.offset_dims[kept.index(axis)]]
@@ -672,7 +700,7 @@ def _gather(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
         return np.where(inside, x[at], np.asarray(fill, x.dtype))
 
     moved = array.mapped(shape, move)
-    if not inside.all():
+    if filled or not inside.all():
         moved = moved.forgotten()
     return [_with_indices(moved, indices, batch_axes, unknown)]
 
@@ -715,6 +743,8 @@ def _with_indices(
 def _scatter(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach] | None:
     """By letters, and everything that an index depends on."""
     array, indices, updates = operands
+    if indices.shape and indices.shape[-1] == 0:
+        return [uniform(array.shape, *everything(operands))]  # XLA:CPU reads such indices otherwise
     if (exact := _scattered(eqn, operands)) is not None:
         return [exact]
     given = by_letters(eqn, [nothing(array.shape), indices, updates])
@@ -819,7 +849,7 @@ def _dot(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reac
     (cl, cr), (bl, br) = found.dimensions
     shape = tuple(eqn.outvars[0].aval.shape)
     for i in (0, 1):
-        if zeros[i] is not None and not _harmless(eqn, 1 - i, found.dtype, assumed):
+        if zeros[i] is not None and not _harmless(eqn, 1 - i, assumed):
             zeros[i] = None
     if all(each is None for each in zeros):
         return None
@@ -850,14 +880,27 @@ def _dot(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reac
     return [made(shape, low.astype(np.int32), high.astype(np.int32))]
 
 
-def _harmless(eqn: Any, operand: int, dtype: Any, assumed: Assumptions) -> bool:
-    """Whether 0 times an operand is 0: for integers, and for numbers that stay finite when they are
-    rounded to the dtype of the product, or to bfloat16, as on TPUs."""
-    if np.dtype(eqn.invars[operand].aval.dtype).kind in "biu":
+def _harmless(eqn: Any, operand: int, assumed: Assumptions) -> bool:
+    """Whether 0 times an operand is 0: for integers, and for numbers that stay finite in each dtype
+    to which the operand may be rounded, which includes bfloat16, as on TPUs."""
+    dtypes = [v.aval.dtype for v in (*eqn.invars[:2], *eqn.outvars)]
+    if all(np.dtype(each).kind in "biu" for each in dtypes):
         return True
-    most = [each for each in (dtype, jnp.bfloat16) if jnp.issubdtype(each, jnp.floating)]
-    bound = 0.99 * min(float(jnp.finfo(each).max) for each in most)
-    return assumed.within(eqn, operand, bound)
+    found = product(eqn)
+    assert found is not None
+    algorithm = found.precision
+    if not found.default_precision and not _is_precision(algorithm):
+        if "F8" in str(algorithm).upper():
+            return False
+        dtypes.append(jnp.float16)
+    dtypes += [found.dtype, jnp.bfloat16]
+    floats = [each for each in dtypes if jnp.issubdtype(each, jnp.floating)]
+    return assumed.within(eqn, operand, 0.99 * min(float(jnp.finfo(each).max) for each in floats))
+
+
+def _is_precision(value: Any) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(each, lax.Precision) for each in values)
 
 
 def _zeros(reach: Reach) -> np.ndarray | None:
@@ -978,15 +1021,19 @@ def _separate_keys(eqn: Any) -> bool:
     the numbers of a batch from its first key."""
     dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
     keys = [each for each in dtypes if jax.dtypes.issubdtype(each, jax.dtypes.prng_key)]
-    return all(str(each) == "key<fry>" for each in keys)
+    return all(each == _threefry() for each in keys)
+
+
+@functools.cache
+def _threefry() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
 def _of_separate_keys(rule: Rule) -> Rule:
     def checked(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach] | None:
         if _separate_keys(eqn):
             return rule(eqn, operands, assumed)
-        interval = everything(operands)
-        return [uniform(tuple(v.aval.shape), *interval) for v in eqn.outvars]
+        return _everything(eqn, operands, assumed)
 
     return checked
 
@@ -1023,9 +1070,11 @@ def _selected_and_added(eqn: Any, operands: Sequence[Reach], assumed: Assumption
     """The gradient of a pooling: along pooled axes, everything."""
     source, operand, *rest = operands
     shape = operand.shape
-    pooled = [i for i, (n, m) in enumerate(zip(shape, source.shape)) if n != m]
-    pooled += [i for i, n in enumerate(options(eqn).window_dimensions) if n > 1]
-    parts = [over(each, sorted(set(pooled))) for each in (source, operand)]
+    window = options(eqn)
+    each_axis = zip(window.window_dimensions, window.window_strides, window.padding)
+    still = 1, 1, (0, 0)
+    pooled = [i for i, (n, by, pads) in enumerate(each_axis) if (n, by, tuple(pads)) != still]
+    parts = [over(each, pooled) for each in (source, operand)]
     return [union(shape, [*parts, *(_to_rank(each, shape) for each in rest)])]
 
 
@@ -1034,6 +1083,10 @@ def _fft(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reac
     shape, rank = tuple(eqn.outvars[0].aval.shape), len(operands[0].shape)
     wide = over(x, range(rank - count, rank))
     return [Reach(shape, wide.low, wide.high)]
+
+
+def _everything(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reach]:
+    return [uniform(tuple(v.aval.shape), *everything(operands)) for v in eqn.outvars]
 
 
 _RULES: dict[str, Rule] = {
@@ -1083,3 +1136,6 @@ _RULES: dict[str, Rule] = {
     "triangular_solve": _last_axes(2),
     "fft": _fft,
 }
+if jax.__version_info__ < (0, 12):
+    # All elements are iterated until the last one has converged, and those that had go on changing.
+    _RULES["regularized_incomplete_beta"] = _everything

@@ -14,7 +14,8 @@ def axes(f: Callable, args: tuple, kwargs: dict) -> tuple[dict, tuple]:
     """Returns ({name of a size: (in_axes, out_axes)}, the arguments with numbers as sizes).
 
     Raises:
-        ValueError: a size is computed from others, or a keyword argument has symbolic sizes.
+        ValueError: a size is computed from others or occurs twice in one array, or a keyword
+            argument has symbolic sizes.
     """
     names: list[str] = []
     for leaf in jax.tree.leaves(args):
@@ -53,4 +54,9 @@ def axes(f: Callable, args: tuple, kwargs: dict) -> tuple[dict, tuple]:
 def _axis(leaf: Any, name: str) -> int | None:
     """The axis of an array whose size has a name, or None."""
     shape = [str(n) for n in getattr(leaf, "shape", ())]
+    if shape.count(name) > 1:
+        raise ValueError(
+            f"depends: the size {name} occurs twice in an array {tuple(shape)}; name its axes with "
+            "axes="
+        )
     return shape.index(name) if name in shape else None

@@ -24,10 +24,11 @@ from fnet.introspect._depends._reach import (
     uniform,
     widened,
 )
-from fnet.introspect._depends._rules import results
+from fnet.introspect._depends._rules import mind_zeros, results
 from fnet.jaxpr import (
     Scope,
     bodies,
+    builtin,
     description,
     equations,
     operation,
@@ -101,8 +102,10 @@ class Walk:
         return reach.forgotten() if large else reach
 
     def equation(self, eqn: Any, operands: list[Reach], at: Scope) -> tuple[list[Reach], Any]:
-        name = eqn.primitive.name
-        if name in _LOOPS and not self.assumed.made:
+        name = eqn.primitive.name if builtin(eqn.primitive) else ""
+        if not name:
+            return self._opaque(eqn, operands, at), None
+        if name in _LOOPS and not self.assumed.allowed:
             low, high = everything(operands)
             if low > high:
                 return [nothing(v.aval.shape) for v in eqn.outvars], None  # nothing to follow
@@ -128,12 +131,16 @@ class Walk:
             done, steps = self(form, consts, operands, at)
             return done, (steps, form)
         done = self._results(eqn, operands, at) if not inside else None
-        if done is None:
-            low, high = everything(operands)
-            if low <= high:
-                self.opaque.setdefault(title(eqn), at.path)
-            done = [uniform(_shape(v), low, high) for v in eqn.outvars]
-        return done, None
+        return (self._opaque(eqn, operands, at) if done is None else done), None
+
+    def _opaque(self, eqn: Any, operands: list[Reach], at: Scope) -> list[Reach]:
+        """The results of an equation without a rule: they depend on all that it reads."""
+        self.assumed.path = at.path
+        mind_zeros(eqn, self.assumed)
+        low, high = everything(operands)
+        if low <= high:
+            self.opaque.setdefault(title(eqn), at.path)
+        return [uniform(_shape(v), low, high) for v in eqn.outvars]
 
     def _opened(self, eqn: Any, plain: Callable | None) -> tuple[Any, Any, tuple] | None:
         """The equation, a jaxpr of JAX's primitives that computes it, and its constants, or None for
@@ -160,6 +167,7 @@ class Walk:
             return done
         self.assumed.path = at.path
         before = self.assumed.count
+        mind_zeros(eqn, self.assumed)
         done = results(eqn, operands, self.assumed)
         if done is None or self.assumed.count != before:
             return done  # an assumption is about this equation, not about others like it
@@ -292,12 +300,20 @@ def _expanded(eqn: Any) -> tuple[Any, tuple] | None:
     return (form.jaxpr, tuple(form.consts)) if same else None
 
 
-def has_refs(jaxpr: Any) -> bool:
-    """Whether a program reads or writes a `jax.Ref`, whose content is no value of the program."""
-    inputs = any(map(_is_ref, (*jaxpr.invars, *jaxpr.constvars)))
-    return inputs or any(
-        _is_ref(v) for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars)
-    )
+def keeps_state(jaxpr: Any) -> str | None:
+    """What of a program has a state that is no value of it: a `jax.Ref`, or an operation with side
+    effects, which may return what an earlier one was given. None if there is nothing."""
+    if any(map(_is_ref, (*jaxpr.invars, *jaxpr.constvars))):
+        return "jax.Ref"
+    for eqn in equations(jaxpr):
+        if any(map(_is_ref, (*eqn.invars, *eqn.outvars))):
+            return "jax.Ref"
+        if eqn.outvars and any("NamedAxis" not in type(each).__name__ for each in eqn.effects):
+            return title(eqn)
+        if _jax.hi_primitive(eqn) is not None and (form := _expanded(eqn)) is not None:
+            if (found := keeps_state(form[0])) is not None:
+                return found
+    return None
 
 
 def _is_ref(v: Any) -> bool:
