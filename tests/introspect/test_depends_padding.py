@@ -87,7 +87,7 @@ def test_arguments_in_trees_and_unknown_ones():
     assert report.padding("t", 2, known={"batch['mask']": mask}).status == "proved"
     with pytest.raises(ValueError, match="'mask' is no array; the arguments of the function are b"):
         report.padding("t", 2, known={"mask": mask})
-    with pytest.raises(ValueError, match=r"padding: .* has shape \(3,\), expected \(4,\)"):
+    with pytest.raises(ValueError, match=r"has the shape \(4,\), and the numbers given"):
         report.padding("t", 2, known={"batch['mask']": mask[:3]})
     with pytest.raises(ValueError, match="no result has an axis in out_axes"):
         report.verdict("independent", "t")
