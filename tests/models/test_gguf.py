@@ -1,4 +1,7 @@
-"""GGUF files that the package gguf writes, against the arrays that it decodes from them."""
+"""GGUF files that the package gguf writes, against the arrays that it decodes from them.
+
+`make verify-pretrained ARGS=gguf_files` compares such files with transformers' reader.
+"""
 
 import dataclasses
 
@@ -35,6 +38,72 @@ TIED = models.Decoder(
     tied=True,
     epsilon=1e-6,
 )
+PLAIN = dataclasses.replace(MODEL, interleaved=False)
+GEMMA = dataclasses.replace(
+    PLAIN,
+    tied=True,
+    head_dim=8,
+    epsilon=1e-6,
+    activation="gelu_tanh",
+    norm_offset=1.0,
+    post_norm=True,
+    scale_embeddings=True,
+)
+# name -> (architecture, model, fields)
+FAMILIES = {
+    "qwen2": ("qwen2", dataclasses.replace(PLAIN, qkv_bias=True), {}),
+    "qwen3": ("qwen3", dataclasses.replace(PLAIN, qk_norm="head", head_dim=8), {}),
+    "gemma2": (
+        "gemma2",
+        dataclasses.replace(
+            GEMMA, window=(4, None), attention_softcap=40.0, logit_softcap=20.0, depth=3
+        ),
+        {
+            "attention.sliding_window": 4,
+            "attn_logit_softcapping": 40.0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma2, defaults": (
+        "gemma2",
+        dataclasses.replace(GEMMA, window=(4096, None), attention_softcap=50.0, logit_softcap=30.0),
+        {},
+    ),
+    "gemma2 of 46 blocks": (
+        "gemma2",
+        dataclasses.replace(
+            GEMMA,
+            window=(4, None),
+            attention_softcap=50.0,
+            logit_softcap=30.0,
+            depth=46,
+            query_scalar=16.0,
+        ),
+        {"attention.sliding_window": 4},
+    ),
+    "gemma3": (
+        "gemma3",
+        dataclasses.replace(
+            GEMMA,
+            qk_norm="head",
+            depth=7,
+            window=(4,) * 5 + (None,),
+            rotary_base=(10000.0,) * 5 + (500000.0,),
+            rope_scaling=(None,) * 5 + (models.LinearScaling(8.0),),
+        ),
+        {
+            "attention.sliding_window": 4,
+            "rope.freq_base": 500000.0,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+    "gemma3 without windows": (
+        "gemma3",
+        dataclasses.replace(GEMMA, qk_norm="head", rotary_base=1e6),
+        {},
+    ),
+}
 BLOCK = {
     "attention/query": "attn_q",
     "attention/key": "attn_k",
@@ -44,14 +113,23 @@ BLOCK = {
     "up": "ffn_up",
     "down": "ffn_down",
 }
+NORMS = {
+    "norm1": "attn_norm",
+    "norm2": "ffn_norm",
+    "post_norm1": "post_attention_norm",
+    "post_norm2": "post_ffw_norm",
+    "query_norm": "attn_q_norm",
+    "key_norm": "attn_k_norm",
+}
 TOKENS = jnp.array([[1, 5, 9, 2], [3, 30, 0, 7]])
 
 
 def tensors(model, params):
     """{name in GGUF: [out, in] or [n]}"""
+    offset = model.norm_offset
     found = {
         "token_embd.weight": params["embed"]["embedding"],
-        "output_norm.weight": params["norm"]["scale"],
+        "output_norm.weight": params["norm"]["scale"] + offset,
     }
     if not model.tied:
         found["output.weight"] = params["head"]["kernel"].T
@@ -61,14 +139,19 @@ def tensors(model, params):
             for part in ours.split("/"):
                 node = node[part]
             found[f"blk.{i}.{theirs}.weight"] = node["kernel"][i].T
-        for ours, theirs in (("norm1", "attn_norm"), ("norm2", "ffn_norm")):
-            found[f"blk.{i}.{theirs}.weight"] = params["blocks"][ours]["scale"][i]
+            if "bias" in node:
+                found[f"blk.{i}.{theirs}.bias"] = node["bias"][i]
+        for ours, theirs in NORMS.items():
+            nodes = params["blocks"] | params["blocks"]["attention"]
+            if ours in nodes:
+                found[f"blk.{i}.{theirs}.weight"] = nodes[ours]["scale"][i] + offset
     return {name: np.asarray(array, np.float32) for name, array in found.items()}
 
 
 def write(file, model, arrays, kinds, **changes):
     """A GGUF file; `kinds` names the format of matrices by a part of their names."""
-    writer = gguf.GGUFWriter(file, changes.pop("architecture", "llama"))
+    architecture = changes.pop("architecture", "llama")
+    writer = gguf.GGUFWriter(file, architecture)
     fields = {
         "block_count": model.depth,
         "context_length": model.context,
@@ -76,12 +159,15 @@ def write(file, model, arrays, kinds, **changes):
         "feed_forward_length": model.hidden,
         "attention.head_count": model.heads,
         "attention.head_count_kv": model.kv_heads,
-        "rope.dimension_count": model.width // model.heads,
+        "rope.dimension_count": model.head_dim or model.width // model.heads,
+        "attention.key_length": model.head_dim,
     } | changes
+    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
     for name, value in fields.items():
         if value is not None:
-            writer.add_uint32(name if name.startswith("adapter.") else f"llama.{name}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", model.epsilon)
+            name = name if name.startswith("adapter.") else f"{architecture}.{name}"
+            add[type(value)](name, value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", model.epsilon)
     for name, array in arrays.items():
         kind = next(
             (kind for part, kind in kinds.items() if part in name and array.ndim == 2), "F32"
@@ -152,10 +238,94 @@ def test_arrays_and_logits_are_those_of_the_package(model, kinds, quantized, tmp
     )
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name, tmp_path):
+    """The arrays are those of the model, and a difference in what is not in the file, such as the
+    scale of embeddings, would change the model."""
+    architecture, model, fields = FAMILIES[name]
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: draw.normal(size=leaf.shape).astype("f4"), model.spec(TOKENS).params
+    )
+    file = write(
+        tmp_path / "model.gguf",
+        model,
+        tensors(model, params),
+        {},
+        architecture=architecture,
+        **fields,
+    )
+    read, got, state = pretrained.load_gguf(file)
+    assert read == model and state == {}
+    assert jax.tree.structure(got) == jax.tree.structure(params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, params)
+
+
+@pytest.mark.parametrize("usual", [True, False])
+def test_divisors_of_the_rotation_rates(usual, tmp_path):
+    """Llama 3.1 and later: the parameters of the usual formula are found, other divisors are kept."""
+    model = dataclasses.replace(MODEL, head_dim=128, rotary_base=500000.0)
+    rates = (500000.0 ** (-np.arange(0, 128, 2) / 128)).astype(np.float32)
+    llama3 = models.Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    divisors = (rates / llama3(rates) if usual else np.linspace(1, 7, 64)).astype(np.float32)
+    arrays = tensors(model, model.init(jax.random.key(0), TOKENS)[0])
+    file = write(
+        tmp_path / "model.gguf",
+        model,
+        arrays | {"rope_freqs.weight": divisors},
+        {},
+        **{"rope.freq_base": 500000.0},
+    )
+    scaling = pretrained.load_gguf(file)[0].rope_scaling
+    if usual:
+        assert scaling == llama3
+    else:
+        assert isinstance(scaling, models.LongScaling)
+        for length in (1, 32, 1000):
+            (got,) = scaling(rates, jnp.array([length]))
+            np.testing.assert_allclose(got, rates / divisors, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "divisors", "changes", "message"),
+    [
+        ("llama", np.ones(5), {}, "rope_freqs.weight: expected 8 numbers above 0; got .5,."),
+        ("llama", np.zeros(8), {}, "rope_freqs.weight: expected 8 numbers above 0"),
+        ("qwen2", np.ones(8), {}, "expected in files of the architecture 'llama'"),
+        (
+            "llama",
+            np.ones(8),
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+            "without another scaling; got 'llama' with rope.scaling.type='linear'",
+        ),
+        (
+            "qwen2",
+            None,
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            "qwen2.rope.scaling.type='yarn' with factor 4.0 is not supported",
+        ),
+        ("qwen3", None, {"attention.scale": 0.5}, "qwen3.attention.scale=0.5 is not supported"),
+        ("gemma3", None, {"attention.causal": 0}, "gemma3.attention.causal=0 is not supported"),
+    ],
+)
+def test_what_changes_the_result_is_an_error(architecture, divisors, changes, message, tmp_path):
+    arrays = tensors(MODEL, MODEL.init(jax.random.key(0), TOKENS)[0])
+    if divisors is not None:
+        arrays["rope_freqs.weight"] = divisors.astype(np.float32)
+    file = write(tmp_path / "model.gguf", MODEL, arrays, {}, architecture=architecture, **changes)
+    with pytest.raises(ValueError, match=message):
+        pretrained.load_gguf(file)
+
+
 @pytest.mark.parametrize(
     ("changes", "lacking", "message"),
     [
-        ({"architecture": "qwen2"}, (), "expected the architecture 'llama'; got 'qwen2'"),
+        (
+            {"architecture": "phi3"},
+            (),
+            "expected the architecture 'llama', 'qwen2', 'qwen3', 'gemma2', 'gemma3'; got 'phi3'",
+        ),
+        ({"architecture": "qwen2"}, (), "lacks the arrays blk.0.attn_k.bias, blk.0.attn_q.bias"),
         ({"adapter.lora.alpha": 8}, (), "has fields that fnet does not know: adapter.lora.alpha"),
         ({"expert_count": 8}, (), "llama.expert_count=8 is not supported; expected 0"),
         (

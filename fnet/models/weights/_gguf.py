@@ -1,4 +1,4 @@
-"""Reads a Decoder with quantized kernels from a GGUF file of llama.cpp."""
+"""Reads a Decoder from a GGUF file of llama.cpp, with its quantized kernels."""
 
 from __future__ import annotations
 
@@ -13,48 +13,11 @@ from fnet._util import _missing
 from fnet.compress import Int4, Int8, Quantized
 from fnet.layers._spec import put
 from fnet.models.language.decoder._decoder import Decoder
-from fnet.models.language.decoder._names import block
-from fnet.models.language.decoder._rope import LinearScaling
+from fnet.models.language.decoder._gguf import ARCHITECTURES, NAMES, ROPE_FREQS, decoder
 from fnet.models.weights import _hub, _key_map, _match
 from fnet.models.weights._config import Configuration
-from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule
 from fnet.models.weights._weights import Weights
 
-_BLOCK = tuple(
-    f"blk.{{i}}.{part}.weight"
-    for part in (
-        "attn_q",
-        "attn_k",
-        "attn_v",
-        "attn_output",
-        "ffn_gate",
-        "ffn_down",
-        "ffn_up",
-        "attn_norm",
-        "ffn_norm",
-    )
-)
-_NAMES = Names(
-    (
-        Rule("embed/embedding", "token_embd.weight", SAME),
-        Rule("head/kernel", "output.weight", DENSE),
-        Rule("norm/scale", "output_norm.weight"),
-        *block("blocks", _BLOCK),
-    )
-)
-_FIELDS = {
-    "block_count": "depth",
-    "embedding_length": "width",
-    "feed_forward_length": "hidden",
-    "context_length": "context",
-    "attention.head_count": "heads",
-    "attention.head_count_kv": "kv_heads",
-    "attention.layer_norm_rms_epsilon": "epsilon",
-    "rope.freq_base": "rotary_base",
-    "attention.key_length": "head_dim",
-    "attention.sliding_window": "window",
-}
-_REQUIRED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 # Fields about the file, its origin and its tokenizer, which `load_gguf` does not read.
 _ASIDE = "GGUF.", "general.", "tokenizer.", "quantize.", "split."
 _FORMATS = {"Q8_0": Int8(32), "Q4_0": Int4(32)}
@@ -71,7 +34,8 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
     in the file is not read.
 
     Args:
-        path: a *.gguf file whose architecture is "llama".
+        path: a *.gguf file whose architecture is "llama" (Llama 1 to 3, Mistral, SmolLM 2, ...),
+            "qwen2", "qwen3", "gemma2" or "gemma3".
 
     Returns:
         (model, params, state). The state is `{}`.
@@ -110,28 +74,39 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
     params: dict[str, Any] = {}
     for entry in weights.key_map.reads:
         tensors = [weights.tensors[key] for key in entry.keys]
-        put(params, entry.paths[0].split("/"), _array(weights.path, entry, tensors))
+        array = _array(weights.path, entry, tensors)
+        if entry.paths[0].endswith("/scale") and weights.model.norm_offset:
+            array = array - weights.model.norm_offset  # the file has the sum
+        put(params, entry.paths[0].split("/"), array)
     return weights.model, params, {}
 
 
 def _opened(file: Path) -> Weights:
     """Returns the weights in a file, whose fields describe the model."""
     reader = _reader(file)
+    read = lambda name: reader.fields[name].contents() if name in reader.fields else None
+    architecture = read("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{file}: expected the architecture {', '.join(map(repr, ARCHITECTURES))}; got "
+            f"{architecture!r}"
+        )
+    prefix = f"{architecture}."
     fields = {
-        name: field.contents()
-        for name, field in reader.fields.items()
-        if name.startswith(("general.architecture", "llama."))
+        name.removeprefix(prefix): _plain(read(name))
+        for name in reader.fields
+        if name.startswith(prefix)
     }
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    model = _model(file, fields, tensors)
-    if other := [name for name in reader.fields if not name.startswith(("llama.", *_ASIDE))]:
+    model = decoder(file, architecture, fields, tensors)
+    if other := [name for name in reader.fields if not name.startswith((prefix, *_ASIDE))]:
         raise ValueError(f"{file} has fields that fnet does not know: {', '.join(other[:4])}")
     _, leaves = _match.leaves_of(model)
-    key_map = _key_map.key_map(_NAMES, "", leaves, "Decoder (gguf)")
+    key_map = _key_map.key_map(NAMES, "", leaves, "Decoder (gguf)")
     wanted = key_map.keys()
     for what, names in (
         ("lacks", wanted.keys() - tensors.keys()),
-        ("also contains", tensors.keys() - wanted.keys()),
+        ("also contains", tensors.keys() - wanted.keys() - {ROPE_FREQS}),
     ):
         if names:
             raise ValueError(
@@ -139,6 +114,11 @@ def _opened(file: Path) -> Weights:
                 + (" ..." if len(names) > 4 else "")
             )
     return Weights(file, tensors, {}, Configuration(file.parent), model, key_map=key_map)
+
+
+def _plain(value: Any) -> Any:
+    """Returns, for example, 1e-5 instead of the float32 value 9.99999974e-6."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _reader(file: Path):
@@ -163,59 +143,6 @@ def _reader(file: Path):
         raise ValueError(
             f"{file} is not a GGUF file that can be read ({type(error).__name__}: {error})"
         ) from None
-
-
-def _model(file, fields, tensors) -> Decoder:
-    architecture = fields.pop("general.architecture", None)
-    if architecture != "llama":
-        raise ValueError(f"{file}: expected the architecture 'llama'; got {architecture!r}")
-    # For example 1e-5 instead of the float32 value 9.99999974e-6.
-    given = {
-        name.removeprefix("llama."): float(str(np.float32(value)))
-        if isinstance(value, float)
-        else value
-        for name, value in fields.items()
-    }
-    if missing := [name for name in _REQUIRED if name not in given]:
-        raise ValueError(
-            f"{file} lacks the fields {', '.join(f'llama.{name}' for name in missing)}"
-        )
-    options = {ours: given.pop(theirs) for theirs, ours in _FIELDS.items() if theirs in given}
-    # GGUF: without this field, the attention is not grouped.
-    options.setdefault("kv_heads", options["heads"])
-    try:
-        head_dim = options.get("head_dim", options["width"] // options["heads"])
-        vocab_size = int(tensors["token_embd.weight"].shape[1])
-    except (KeyError, IndexError, ZeroDivisionError, TypeError) as error:
-        raise ValueError(
-            f"{file}: the fields of the architecture are not complete ({error!r})"
-        ) from None
-    factor, kind = given.pop("rope.scaling.factor", 1.0), given.pop("rope.scaling.type", "none")
-    if kind == "linear" or (kind == "none" and factor == 1.0):
-        options["rope_scaling"] = LinearScaling(factor) if kind == "linear" else None
-    else:
-        raise ValueError(
-            f"{file}: llama.rope.scaling.type={kind!r} with factor {factor} is not supported"
-        )
-    known = {
-        "vocab_size": vocab_size,
-        "rope.dimension_count": head_dim,
-        "attention.value_length": head_dim,
-        "expert_count": 0,
-        "expert_used_count": 0,
-    }
-    for name, value in given.items():
-        if name not in known or value != known[name]:
-            raise ValueError(
-                f"{file}: llama.{name}={value!r} is not supported"
-                + (f"; expected {known[name]}" if name in known else "")
-            )
-    try:
-        return Decoder(
-            vocab_size=vocab_size, interleaved=True, tied="output.weight" not in tensors, **options
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from None
 
 
 def _array(file, entry, tensors) -> Any:
