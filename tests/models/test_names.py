@@ -93,6 +93,31 @@ def test_repeated_layers_are_one_line(stacked, first):
     np.testing.assert_array_equal(kernel, tower_arrays(first)[f"h.{first + 1}.mlp.weight"].T)
 
 
+def test_stacks_in_stacks_and_the_experts_of_a_mixture():
+    block = nn.Sequential(inner=nn.Stack(nn.Sequential(fc=nn.Dense(4)), 2), norm=nn.LayerNorm())
+    arrays = {}
+    for i in range(3):
+        arrays |= affine(f"h.{i}.ln", 4)
+        arrays |= affine(f"h.{i}.mlp.0", 4, 4) | affine(f"h.{i}.mlp.1", 4, 4)
+    stacked = nn.Sequential(blocks=nn.Stack(block, 3))
+    assert pretrained.names(arrays, stacked, jnp.ones((1, 4))).lines == (
+        'pretrained.torch.dense("blocks/inner/fc", "h.{i}.mlp.{j}")',
+        'pretrained.torch.norm("blocks/norm", "h.{i}.ln")',
+    )
+    experts = {**affine("gate", 3, 4, bias=False)}
+    for i in range(3):
+        for name, shape in (("w1", (4, 4)), ("w2", (4, 4)), ("w3", (4, 4))):
+            experts |= affine(f"experts.{i}.{name}", *shape, bias=False)
+    own = (pretrained.Rule("moe/down", "experts.{i}.w2.weight", pretrained.DENSE),)
+    mixture = nn.Sequential(moe=nn.MixtureOfExperts(3, 4))
+    proposal = pretrained.names(experts, mixture, jnp.ones((1, 2, 4)), rules=own)
+    assert proposal.lines == (
+        'pretrained.Rule("moe/gate", "experts.{i}.w1.weight", layout=pretrained.DENSE)',
+        'pretrained.Rule("moe/up", "experts.{i}.w3.weight", layout=pretrained.DENSE)',
+        'pretrained.torch.dense("moe/router", "gate")',
+    )
+
+
 def test_a_stack_whose_layers_the_file_does_not_number():
     names = {"h.0": "a.7", "h.1": "b", "h.2": "c"}
     arrays = {names[key[:3]] + key[3:]: value for key, value in tower_arrays().items()}
@@ -162,14 +187,16 @@ def test_layouts_are_part_of_the_lines():
     }
     proposal = pretrained.names(arrays, model(), jnp.ones((1, 4, 4, 4)))
     assert proposal.lines == (
+        'pretrained.Rule("shift", "shift", layout=pretrained.reshaped((5,), (1, 5, 1, 1)))',
         'pretrained.torch.conv_transpose("up", "up", groups=2)',
         'pretrained.torch.dense("pointwise", "one", layout=pretrained.pointwise(2))',
         'pretrained.torch.weight_norm(pretrained.torch.conv("normed", "conv"), dim=1)',
-        'pretrained.Rule("shift", "shift", layout=pretrained.reshaped((5,), (1, 5, 1, 1)))',
     )
     params, _ = pretrained.load(model(), arrays, names=proposal)
     np.testing.assert_array_equal(params["pointwise"]["kernel"], arrays["one.weight"][..., 0, 0].T)
-    assert rules_in(proposal)[0] is not None
+    printed = Names(rules_in(proposal), inputs=(jnp.ones((1, 4, 4, 4)),))
+    again, _ = pretrained.load(model(), arrays, names=printed)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, params, again))
 
 
 def test_recurrent_layers_and_their_numbers():
@@ -460,6 +487,28 @@ def test_options_that_no_layer_of_fnet_has():
 
     with pytest.raises(ValueError, match="'attention' is a MultiheadAttention with add_zero_attn"):
         pretrained.names(Wrapped(), mlp(), array(2, 4))
+
+
+def test_buffers_are_no_weights(tmp_path):
+    """A mask is written back as it is; an array that is trained is not passed over."""
+
+    class Net(tt.Module):
+        buffers = ("mask",)
+
+        def __init__(self):
+            self.fc, self.mask = tt.Linear(4, 4), tt.Tensor(np.ones((4, 4), np.float32))
+
+        def forward(self, x):
+            return self.fc(tt.Tensor(x.array @ (self.mask.array * np.eye(4, dtype=np.float32))))
+
+    model, module, x = nn.Sequential(fc=nn.Dense(4)), Net(), array(2, 4)
+    proposal = pretrained.names(module, model, x)
+    assert proposal.proof.equal and proposal.lines[1] == 'pretrained.Spare("mask")'
+    trees = pretrained.load(model, module, names=proposal)
+    back = load_file(pretrained.save(model, *trees, tmp_path / "x.safetensors", names=proposal))
+    np.testing.assert_array_equal(back["mask"], np.ones((4, 4)))
+    Net.buffers = ()
+    assert pretrained.names(module, model, x).unread == {"mask": (4, 4)}
 
 
 class NormAndTanh(tt.LayerNorm):

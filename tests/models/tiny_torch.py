@@ -50,6 +50,7 @@ class Module:
     """Attributes that are modules, lists of modules or tensors are its parts, as in PyTorch."""
 
     training = True
+    buffers = ()  # names of tensors that are not trained
 
     def _parts(self):
         for name, value in vars(self).items():
@@ -78,7 +79,9 @@ class Module:
         return held
 
     def named_parameters(self):
-        return self.state_dict().items()
+        for key, value in self.state_dict().items():
+            if key.rpartition(".")[2] not in self.buffers:
+                yield key, value
 
     def register_forward_hook(self, hook, with_kwargs):
         hooks = self.__dict__.setdefault("_hooks", {})

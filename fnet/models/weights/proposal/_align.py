@@ -166,7 +166,8 @@ def _form_of_unit(unit):
         leaves = tuple(spec.shape for spec in unit.leaves.values())
     kernel = next(iter(unit.leaves.values()))
     last = unit.path.rpartition("/")[2] if unit.kind == "array" else ""
-    return unit.kind, last, leaves, getattr(unit.layer, "groups", 1), kernel.layer
+    groups = getattr(unit.layer, "groups", 1)
+    return unit.kind, last, leaves, groups, kernel.layer, kernel.roles
 
 
 def _form_of_group(group, shapes):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fnet import layers as nn
-from fnet.layers._spec import Copies
+from fnet.layers._spec import Copies, ParamSpec
 from fnet.layers._spec import leaves as spec_leaves
 
 # The first that fits decides, so subclasses come before their bases.
@@ -60,7 +60,8 @@ class Unit:
         if not self.index:
             return self.path
         numbers = "".join(f"[{number}]" for number in self.index)
-        return f"{self.stack}{numbers}{self.path.removeprefix(self.stack)}"
+        rest = self.path.removeprefix(self.stack).removeprefix("/")
+        return f"{self.stack}{numbers}/{rest}" if rest else self.stack + numbers
 
     def _kernels(self) -> list[tuple[str, int]]:
         held = self.leaves.items()
@@ -93,6 +94,7 @@ def units(model: Any, inputs: tuple, form: str, taken: Any = ()) -> list[Unit]:
         for kind in ("params", "state")
         for path, spec in spec_leaves(record[kind])
     }
+    numbers = {"/".join(path): number for number, path in enumerate(record["layers"])}
     found: list[Unit] = []
     for number, (path, layers) in enumerate(record["layers"].items()):
         place = "/".join(path)
@@ -106,10 +108,9 @@ def units(model: Any, inputs: tuple, form: str, taken: Any = ()) -> list[Unit]:
     for path, spec in leaves.items():
         if path in taken:
             continue
-        found.append(Unit((path,), "array", {path: spec}, order=(len(record["layers"]),)))
+        found.append(Unit((path,), "array", {path: spec}, order=(_above(path, numbers),)))
     if form == "fused":
         found = _fused(found)
-    numbers = {"/".join(path): number for number, path in enumerate(record["layers"])}
     return sorted(
         (one for unit in found for one in _copies(unit, numbers)), key=lambda one: one.order
     )
@@ -152,24 +153,47 @@ def _fused(units):
     return [joined.get(unit.path, unit) for unit in units if unit.path not in gone]
 
 
+def _above(path, numbers):
+    """The number of the call of the layer that has an array."""
+    while path:
+        path = path.rpartition("/")[0]
+        if path in numbers:
+            return numbers[path]
+    return len(numbers)
+
+
 def _copies(unit, numbers):
-    """The copies of a stacked layer, each with the specs of one; or the layer itself."""
+    """The copies of a stacked layer, each with the specs of one; or the layer itself.
+
+    The experts of a mixture are copies, too, whose arrays have the axis "layers" themselves.
+    """
     path, spec = next(iter(unit.leaves.items()))
-    if not isinstance(spec, Copies):
+    stack = path
+    if isinstance(spec, Copies):
+        stack = "/".join(path.split("/")[: -spec.depth])
+    leaves, counts = dict(unit.leaves), []
+    while all(_one(each) is not None for each in leaves.values()):
+        counts.append(next(iter(leaves.values())).shape[0])
+        leaves = {path: _one(each) for path, each in leaves.items()}
+    if not counts:
         return [unit]
     # All layers of one copy come before those of the next.
-    stack = "/".join(path.split("/")[: -spec.depth])
-    leaves, counts = dict(unit.leaves), []
-    while all(isinstance(each, Copies) for each in leaves.values()):
-        counts.append(next(iter(leaves.values())).shape[0])
-        leaves = {path: each.each for path, each in leaves.items()}
+    first = numbers.get(stack, unit.order[0])
     return [
         dataclasses.replace(
-            unit,
-            leaves=leaves,
-            index=index,
-            stack=stack,
-            order=(numbers.get(stack, 0), *index, *unit.order),
+            unit, leaves=leaves, index=index, stack=stack, order=(first, *index, *unit.order)
         )
         for index in np.ndindex(*counts)
     ]
+
+
+def _one(spec):
+    """The spec of one copy, or None if an array has no axis of copies."""
+    if isinstance(spec, Copies):
+        return spec.each
+    if not spec.roles or spec.roles[0] != "layers":
+        return None
+    axes = None if spec.axes is None else spec.axes[1:]
+    return ParamSpec(
+        spec.shape[1:], spec.dtype, spec.init, axes, roles=spec.roles[1:], layer=spec.layer
+    )

@@ -152,6 +152,9 @@ def _arrays(unit, key, shapes):
         if issubclass(spec.layer, (nn.Dense, nn.Conv, nn.DepthwiseConv, nn.LSTM, nn.GRU, nn.RNN)):
             yield Line("", unit.path, key, _layout(name, layout))
             return
+    if spec.roles == ("in", "out") and len(theirs) == 2:
+        yield Line("", unit.path, key, _layout("DENSE", DENSE))
+        return
     if spec.shape == theirs:
         yield Line("", unit.path, key)
         return

@@ -264,19 +264,13 @@ class _Search:
             proof = _proved(
                 self.model, held, self.proved, self.record, self.inputs, texts, tolerance
             )
-        unclear = (
-            ()
-            if proof is not None and proof.equal
-            else tuple(
-                (aligned.units[one].site, aligned.units[two].site) for one, two in aligned.unclear()
-            )
-        )
+        unclear = aligned.unclear() if proof is None or not proof.equal else []
         return Proposal(
             held,
             (*map(str, lines), *(text for text, _ in (*ties, *spares))),
             unmatched,
             unread,
-            unclear,
+            tuple((aligned.units[one].site, aligned.units[two].site) for one, two in unclear),
             proof,
             self.inputs,
             self.model,
@@ -308,13 +302,13 @@ class _Search:
         return Names(rules, metadata={"format": "pt"}, inputs=_specs(self.inputs))
 
     def _rest(self, lines) -> tuple[list, list]:
-        """(text, rule) of the second names of arrays, and of arrays that no model needs: integers
-        and masks."""
+        """(text, rule) of the second names of arrays, and of arrays that are no weights: integers,
+        and buffers such as masks."""
         names = self._names(lines, (), ())
         entries = _key_map.key_map(names, "", self.leaves, "pretrained.names", whole=False)
         of_key = {key: entry for entry in entries.reads for key in entry.keys}
         read = {*of_key, *(key for entry in entries.beside for key in entry.keys)}
-        ties, spares = [], []
+        ties, spares, buffers = [], [], self.source.buffers()
         for key in self.source.unread(read):
             first = self.source.tied.get(key)
             others = [
@@ -331,7 +325,7 @@ class _Search:
                     ties.append((text, rule))
                     continue
             array = self.source.arrays[key]
-            if not jax.dtypes.issubdtype(array.dtype, np.floating):
+            if key in buffers or not jax.dtypes.issubdtype(array.dtype, np.floating):
                 spares.append((f'pretrained.Spare("{key}")', Spare(key, write=np.array(array))))
         return ties, spares
 

@@ -97,6 +97,19 @@ class Source:
             )
         ]
 
+    def buffers(self) -> set[str]:
+        """Returns the keys of arrays that the module does not train, running statistics aside."""
+        if self.module is None:
+            return set()
+        trained = {key for key, _ in self.module.named_parameters()}
+        return {
+            key
+            for key in self.arrays
+            if key not in trained
+            and self.tied.get(key) not in trained
+            and key.rpartition(".")[2] not in ("running_mean", "running_var")
+        }
+
     def unread(self, keys: Any) -> list[str]:
         """Returns the keys that are not in `keys`, without PyTorch's counts of batches."""
         return [key for key in self.arrays if key not in keys and key.rpartition(".")[2] != _COUNT]
