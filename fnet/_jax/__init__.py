@@ -15,6 +15,7 @@ from fnet._jax._features import disabled
 from fnet._jax._hijax import (
     classic_tracing,
     classically,
+    expanded,
     hi_primitive,
     make_jaxpr,
     without_hi_primitives,
@@ -69,6 +70,7 @@ __all__ = [
     "disabled",
     "equation_context",
     "evaluate",
+    "expanded",
     "hi_primitive",
     "hoisted",
     "kernels_in_exports",

@@ -183,6 +183,19 @@ def classic_form(prim: Any) -> Callable[..., tuple] | None:
     return _with_jvp(prim)
 
 
+def expanded(eqn: Any) -> Any:
+    """Returns what the HiPrim of an equation computes, as a closed jaxpr. Returns None for other
+    equations, and if the definition of the HiPrim raises an error."""
+    prim = hi_primitive(eqn)
+    if prim is None:
+        return None
+    try:
+        form = make_jaxpr(_expanded(prim))(*(v.aval for v in eqn.invars))
+    except Exception:  # whatever a definition of somebody else raises: it stays unknown
+        return None
+    return form if len(form.jaxpr.outvars) == len(eqn.outvars) else None
+
+
 def _expanded(prim: Any) -> Callable[..., tuple]:
     def expand(*arrays: Any) -> tuple:
         result = prim.expand(*jax.tree.unflatten(prim.in_tree, arrays))

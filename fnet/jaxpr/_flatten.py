@@ -84,6 +84,8 @@ class _Flattener(_Inliner):
             options = {**options, "preferred_element_type": jnp.dtype(jnp.float32)}
             wide = op.bind(*operands, **options)
             return [Value(wide.astype(eqn.outvars[0].aval.dtype))]
+        if (form := _jax.expanded(eqn)) is not None:  # jnp.searchsorted since jax 0.11
+            return self.evaluate(form.jaxpr, form.consts, inputs, at)
         if name in _SAME:
             return inputs[: len(eqn.outvars)]  # "divided" has further operands
         if name in _SIMPLER:

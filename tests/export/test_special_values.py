@@ -39,15 +39,19 @@ CHOSEN = {
     "window_max[padded] float32",
     "window_select_add[max, overlapping] float32",
     "jnp relu[] float32",
+    "jnp log of sigmoid[] float32",
+    "jnp elu[] float32",
+    "jnp mean of many[(1, 1024, 1024, 1), (1, 2)] float32",
+}
+SUPPORTED = {  # in each version of JAX
     "jnp searchsorted[scan, right] float32",
+    "jnp searchsorted[sort, left] int32",
     "jnp interp[] float32",
+    "jnp digitize[decreasing] float32",
     "lgamma[] float32",
     "digamma[] float32",
     "erf_inv[] float32",
     "cumlogsumexp[axis 1] float32",
-    "jnp log of sigmoid[] float32",
-    "jnp elu[] float32",
-    "jnp mean of many[(1, 1024, 1024, 1), (1, 2)] float32",
 }
 # What is wrong still, and why.
 DIFFERS = {
@@ -78,6 +82,16 @@ def test_the_quick_programs_are_in_the_table():
 @pytest.mark.parametrize("program", quick, ids=str)
 def test_quick(program):
     equals_jax(program)
+
+
+@pytest.mark.parametrize("name", sorted(SUPPORTED))
+@pytest.mark.parametrize("target", ["onnx", "numpy"])
+def test_lookups_and_special_functions(name, target):
+    (program,) = (each for each in TABLE if str(each) == name)
+    for column in ("ordinary", "NaN", "Inf", "-0"):
+        if column in program.columns:
+            result = special_values.outcome(target, program, column)
+            assert result.state == special_values.EQUAL, f"{column}: {result.detail}"
 
 
 @pytest.mark.exhaustive

@@ -212,9 +212,10 @@ def lgamma(e, x):
     distance = op("Abs", x)
     rest = op("Sub", distance, op("Floor", distance))
     rest = op("Min", rest, op("Sub", number(1), rest))
-    subnormal = op("Less", rest, number(float(np.finfo(e.dtype).tiny)))  # XLA takes it for 0
-    rest = op("Where", subnormal, number(0), rest)
     sine = op("Log", op("Sin", op("Mul", number(math.pi), rest)))
+    # The sine of a subnormal number has few digits.
+    small = op("Add", op("Log", rest), number(math.log(math.pi)))
+    sine = op("Where", op("Less", rest, number(1e-8)), small, sine)
     left = op("Sub", op("Sub", number(math.log(math.pi)), sine), right)
     infinite = op("Equal", op("Abs", sine), number(math.inf))  # at a pole
     left = op("Where", infinite, number(math.inf), left)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from fnet import _jax
@@ -289,15 +288,8 @@ _LOOPS = ("scan", "while")
 def _expanded(eqn: Any) -> tuple[Any, tuple] | None:
     """What a HiPrim of JAX computes, as an open jaxpr and its constants, or None if it does not
     say."""
-    prim = _jax.hi_primitive(eqn)
-    try:
-        form = _jax.make_jaxpr(lambda *arrays: jax.tree.leaves(prim.expand(*arrays)))(
-            *(v.aval for v in eqn.invars)
-        )
-    except Exception:  # whatever a definition of somebody else raises: it stays unknown
-        return None
-    same = len(form.jaxpr.outvars) == len(eqn.outvars)
-    return (form.jaxpr, tuple(form.consts)) if same else None
+    form = _jax.expanded(eqn)
+    return None if form is None else (form.jaxpr, tuple(form.consts))
 
 
 def keeps_state(jaxpr: Any) -> str | None:
