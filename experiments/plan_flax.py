@@ -43,23 +43,21 @@ class GPT(linen.Module):
 
 
 def training(model, length):
-    """The functions `init(key) -> state` and `step(state, batch) -> (state, loss)`, for one
-    device."""
+    """The functions `init` and `step` of one device."""
     tx = optax.adamw(3e-4)
 
     def init(key):
         params = model.init(key, jnp.zeros((1, length), jnp.int32))
-        return {"params": params, "opt_state": tx.init(params)}
+        return params, tx.init(params)
 
-    def step(state, batch):  # batch: [rows, length + 1]
+    def step(params, opt_state, batch):  # batch: [rows, length + 1]
         def loss(params):
             logits = model.apply(params, batch[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
-        value, grads = jax.value_and_grad(loss)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, value
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
 
     return init, step
 
@@ -73,7 +71,7 @@ def main(_):
     print(plan)
     if plan.attached:
         step = ft.tune(plan.jit(step))
-        _, loss = step(plan.init(jax.random.key(0)), jnp.zeros(batch.shape, batch.dtype))
+        *_, loss = step(*plan.init(jax.random.key(0)), jnp.zeros(batch.shape, batch.dtype))
         print(f"loss of a step: {loss:.4f}")
 
 

@@ -65,13 +65,23 @@ class Compiled:
         f: the original function, from which the names and the signature are copied.
         call: the function that runs when the compiled function is called.
         lower, trace: the methods.
+        direct: whether the compiled program has the function's arguments, and not the arrays of
+            modules in them. Default True.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_call", "lower", "trace")
+    __slots__ = ("__dict__", "__weakref__", "_call", "direct", "lower", "trace")
     __wrapped__: Callable  # set by `wraps`
 
-    def __init__(self, f: Callable, call: Callable, lower: Callable, trace: Callable):
-        self._call, self.lower, self.trace = call, lower, trace
+    def __init__(
+        self,
+        f: Callable,
+        call: Callable,
+        lower: Callable,
+        trace: Callable,
+        *,
+        direct: bool = True,
+    ):
+        self._call, self.lower, self.trace, self.direct = call, lower, trace, direct
         wraps(f)(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

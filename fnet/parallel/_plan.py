@@ -239,7 +239,7 @@ class Plan:
             _, arguments, _, compiled = program(args)
             return compiled.trace(*arguments)
 
-        return Compiled(step, call, lower, trace)
+        return Compiled(step, call, lower, trace, direct=False)
 
     def _compiled(self, step: Callable) -> Compiled:
         """Compiles a step of arrays."""

@@ -88,8 +88,10 @@ def tune(
     [[0.0, 0.0]]
     """
     check_function("tune", step)
-    if type(step).__name__ == "JitWrapped":  # the result of nnx.jit, which `jax.jit` can call
-        step = _called(step)
+    if type(step).__name__ == "JitWrapped" or not getattr(step, "direct", True):
+        step = _called(
+            step
+        )  # the result of nnx.jit or of `plan.jit`, whose program has arrays alone
     chip = _chip(chip)
     chosen = _chosen(chip, rules or {})
     return _Tuned(step, chip, chosen, measure)
