@@ -15,6 +15,7 @@ from fnet import transforms as ft
 from fnet.layers import Layer
 from fnet.layers._scope import quote
 from fnet.layers._spec import leaves
+from fnet.training._nnx_model import NnxModel, is_nnx
 from fnet.training._state import TrainState
 from fnet.training.data._arrays import as_arrays
 from fnet.training.loop._fit import fit
@@ -57,7 +58,8 @@ def train(
 
     Args:
       model: a layer, called as `model(params, x, state=, key=, train=)`, in evaluations without
-        `key` and `train`.
+        `key` and `train`; or a flax.nnx module, called as `model(x)` in train or eval mode, which
+        begins with its own arrays and has the trained ones at the end.
       data: a function from the number of a step to a batch, such as a `Batches` or the result of
         `from_iterator`. A batch is a tuple (x, y) or (x, y, weight), or a dict in which `inputs`
         and `targets` are the keys of x and y, and "weight" that of the weights, if any. Weights are
@@ -108,6 +110,14 @@ def train(
       >>> state.params["kernel"].round(2).tolist()
       [[2.0], [3.0]]
     """
+    module = NnxModel(model) if is_nnx(model) else None
+    if module is not None:
+        if params is not None or state is not None:
+            raise TypeError(
+                "train: a flax.nnx module holds its arrays: write them into it with "
+                "nn.update_nnx(module, params, state) in place of params= and state="
+            )
+        model = module
     if not hasattr(model, "init"):
         raise TypeError(
             f"train: model is a layer with init, got a {type(model).__name__}: write a step for "
@@ -152,7 +162,7 @@ def train(
         )
 
     x, *_ = _parts(data(0), inputs, targets)
-    if getattr(optimizer, "with_axes", None) is not None:
+    if getattr(optimizer, "with_axes", None) is not None and module is None:
         optimizer = optimizer.with_axes(model.spec(x))
     params, variables = _initial(model, key, x, params, state)
     start = TrainState.create(params, optimizer, state=variables, ema=ema)
@@ -167,7 +177,10 @@ def train(
         validation = tuple(validation) if weight is None else (*validation, weight)
         held_out = evaluator(measure, validation, getattr(data, "batch_size", 256))
         options["evaluate"] = {"validation": held_out, **options.get("evaluate", {})}
-    return fit(step, start, data, steps=steps, every=every, **options)
+    last = fit(step, start, data, steps=steps, every=every, **options)
+    if module is not None:
+        module.update(last.params, last.state)
+    return last
 
 
 def _initial(model, key, x, params, state) -> tuple[Any, Any]:

@@ -20,6 +20,9 @@ def standard_promotion():
         yield
 
 
+TX = optax.sgd(0.1)
+
+
 def batches(i):
     return np.random.default_rng(i).normal(size=(8, 4)).astype(np.float32)
 
@@ -209,3 +212,42 @@ def test_a_step_that_returns_less_than_its_state():
     model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"must return \(model, opt_state, metrics\).*it returned"):
         tr.fit(forgets, (model, tx.init(None)), batches, steps=1)
+
+
+def test_train_trains_a_module_in_place():
+    x, y = batches(0), np.arange(8) % 3
+
+    class Classifier(nnx.Module):
+        def __init__(self, rngs):
+            self.net, self.head = Net(rngs), nnx.Linear(8, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.net(x))
+
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    want = Classifier(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(want, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def by_hand(model, optimizer):
+        grads = nnx.grad(lambda model: cross_entropy(model(x), y).mean())(model)
+        optimizer.update(model, grads)
+
+    for _ in range(5):
+        by_hand(want, optimizer)
+    model = Classifier(nnx.Rngs(0))
+    state = tr.train(
+        model, lambda i: (x, y), cross_entropy, optax.adam(1e-2), steps=5, validation=(x, y)
+    )
+    for a, b in zip(values(model), values(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert state.params["head"]["kernel"].shape == (8, 3) and "rngs" in state.state["net"]["drop"]
+    assert not model.net.norm.use_running_average
+
+
+def test_train_names_what_a_module_has():
+    with pytest.raises(TypeError, match=r"nn\.update_nnx\(module, params, state\)"):
+        tr.train(Net(nnx.Rngs(0)), batches, optax.l2_loss, TX, steps=1, params={})
+    mlp = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"got a MLP: write a step for tr\.fit"):
+        tr.train(mlp, batches, optax.l2_loss, TX, steps=1)
