@@ -3,11 +3,13 @@ commits.
 
     git worktree add ../before 1fa0dcb2
     python -m benchmarks.proved_serving --before=../before
+    python -m benchmarks.proved_serving --conditions             # what checking them costs
 
 Both servers run at the same time, and the same clients ask them in turn, so that whatever else the
 machine does affects both. "minilm" and "resnet50" are those of `benchmarks.serving`; their rows are
 proved to be independent. "minilm-lengths" gets texts of 24 to 31 tokens, which are padded to 32. Its
-padding is proved to be harmless under conditions, so the program computes these, too.
+padding is proved to be harmless under conditions, so the program computes these, too. `--conditions`
+computes the same batches with and without them, in turn.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import asyncio
 import contextlib
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -24,6 +27,7 @@ import numpy as np
 from benchmarks import _harness
 from benchmarks.serving import TIME, infer, load, minilm, process, resnet50
 from fnet import export, models
+from fnet.serve._model import Model
 
 
 def minilm_lengths():
@@ -69,12 +73,17 @@ MODELS = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=list(MODELS))
-    parser.add_argument("--before", type=Path, required=True, help="folder of the other commit")
+    parser.add_argument("--before", type=Path, help="folder of the other commit")
+    parser.add_argument("--conditions", action="store_true")
     parser.add_argument("--seconds", type=float, default=5, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--max-batch", type=int, default=16)
     args = parser.parse_args()
+    if args.conditions:
+        return conditions(20 * args.rounds, args.max_batch)
+    if args.before is None:
+        parser.error("expected --before=FOLDER, a worktree of the other commit")
     command = f"python -m benchmarks.proved_serving --before=../before --rounds={args.rounds}"
     print(_harness.header(command, args.rounds, ("uvicorn",)))
     print("| model | requests/s before | requests/s now | ratio of a round |\n|---|---|---|---|")
@@ -109,6 +118,36 @@ def main():
         ratios = [now / before for before, now in rates]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {name} | {' | '.join(medians)} | {spread} |", flush=True)
+
+
+def conditions(turns, max_batch):
+    """Prints the time of a batch with and without the conditions of its proofs."""
+    program, _, inputs = minilm_lengths()
+    print(_harness.header("python -m benchmarks.proved_serving --conditions", turns))
+    print("| rows | ms without | ms with | microseconds of a request |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        program.save(f"{folder}/minilm.fnet")
+        model = Model(
+            "minilm",
+            "1",
+            export.load(f"{folder}/minilm.fnet"),
+            "predict",
+            max_batch,
+            {"t": (TIME,)},
+        )
+        model.warm()
+    for rows in (1, 4, max_batch):
+        arrays = [np.repeat(x, rows, 0) for x in inputs[0].values()]
+        padded = model.padded(arrays, model.sizes(arrays), [0, 0])
+        without, checked = [], []
+        for _ in range(turns):
+            for run, x, taken in ((model.run, padded, without), (model.compute, arrays, checked)):
+                start = time.perf_counter()
+                run(x)
+                taken.append(time.perf_counter() - start)
+        before, now = statistics.median(without), statistics.median(checked)
+        more = 1e6 * statistics.median(b - a for a, b in zip(without, checked)) / rows
+        print(f"| {rows} | {1e3 * before:.2f} | {1e3 * now:.2f} | {more:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

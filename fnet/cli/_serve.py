@@ -73,7 +73,7 @@ def define(commands: Any) -> None:
         default=[],
         metavar="NAME=SIZES",
         help="sizes to which a size variable is padded, such as t=32,64,128; the smallest sufficient "
-        "size is used",
+        "size is used, if the padding is proved to reach no output",
     )
     serve.add_argument(
         "--assume-independent-rows",

@@ -424,10 +424,13 @@ def test_padding_rests_on_a_proof(tmp_path, caplog):
             np.array([t, 1, (t + 1) // 2], np.int32),
         ]
         close(model.compute(inputs), jax.tree.leaves(model.bundle(*inputs)), 1e-5)
-    inputs = [np.full((2, 3, 3), 2e4, np.float32), np.array([3, 1], np.int32)]
-    with pytest.raises(Alone) as caught:  # the scores are larger than the mask
-        model.compute(inputs)
-    assert caught.value.cause == "condition"
+    for inputs, cause in (
+        ([np.full((2, 3, 3), 2e4, np.float32), np.array([3, 1], np.int32)], "condition"),
+        ([np.ones((2, 3, 3), np.float32), np.array([3, 4], np.int32)], "padding"),
+    ):  # scores that are larger than the mask, and a length that would show the padding
+        with pytest.raises(Alone) as caught:
+            model.compute(inputs)
+        assert caught.value.cause == cause
 
 
 def test_lengths_that_are_not_proved_are_not_padded(tmp_path):
@@ -488,11 +491,13 @@ def test_sizes_that_depend_on_a_padded_size(tmp_path):
 
 
 def test_several_clients(tmp_path):
-    """Each client gets its own answer, from a model that is batched and from one that is not."""
+    """Each client gets its own answer, from a model that is batched, from one that is not, and from
+    one that is if no request of the batch has NaN."""
     testclient = pytest.importorskip("starlette.testclient")
     functions = {
         "center": lambda p, x: x - x.mean(0, keepdims=True),
         "tanh": lambda p, x: jnp.tanh(x * p),
+        "hidden": hidden,
     }
     for name, f in functions.items():
         export.program(f, jnp.float32(2), x=export.spec("b, 3")).save(tmp_path / f"{name}.fnet")
@@ -536,7 +541,8 @@ def test_several_clients(tmp_path):
         metadata = {
             name: client.get(f"/v2/models/{name}").json()["parameters"] for name in functions
         }
-    assert len(answers) == 16
+        metrics = client.get("/metrics").text
+    assert len(answers) == 24
     for (_, name), (x, got) in answers.items():
         np.testing.assert_allclose(got, functions[name](jnp.float32(2), x), 1e-5, 1e-6)
     assert metadata["tanh"]["batched"] and "not_batched" not in metadata["tanh"]
@@ -544,38 +550,11 @@ def test_several_clients(tmp_path):
         not metadata["center"]["batched"]
         and "the first operation that breaks it is reduce_sum" in metadata["center"]["not_batched"]
     )
-
-
-def experts(p, x):
-    """Each expert takes two rows of a batch, and leaves out the others."""
-    chosen = jax.nn.one_hot(x.argmax(1), 3)
-    return x * p * jnp.where(chosen.cumsum(0) <= 2, chosen, 0).sum(1, keepdims=True)
-
-
-MIXING = {  # programs whose rows see each other
-    "softmax": lambda p, x: jax.nn.softmax(x, 0),
-    "statistics": lambda p, x: (
-        (x - x.mean(0, keepdims=True)) / jnp.sqrt(x.var(0, keepdims=True) + 1e-5)
-    ),
-    "experts": experts,
-    "contrast": lambda p, x: jax.nn.log_softmax(x @ x.T),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MIXING)
-def test_64_clients_of_a_program_that_mixes_rows(name, tmp_path):
-    f = MIXING[name]
-    model = model_of(tmp_path, f, X, max_batch=16)
-    assert not model.batched
-    batcher = Batcher(model.compute, max_batch=model.max_batch, max_delay=0.01, max_queue=64)
-    draw = np.random.default_rng(0)
-    requests = [draw.normal(size=(1 + i % 3, 3)).astype(np.float32) for i in range(64)]
-    answers = [batcher.submit(model.bound([x])) for x in requests]
-    for x, answer in zip(requests, answers):
-        (got,), want = answer.result(), f(TWO, jnp.asarray(x))
-        np.testing.assert_allclose(got, want, 1e-5, 1e-5)
-    batcher.close()
+    assert metadata["hidden"]["batched"]
+    assert metadata["hidden"]["batched_if"] == "operand 1 of mul is finite"
+    assert 'fnet_unbatched_requests_total{cause="rows",model="center"} 8' in metrics
+    assert 'fnet_unbatched_requests_total{cause="condition",model="hidden"}' in metrics
+    assert 'model="tanh"' not in "".join(x for x in metrics.splitlines() if "unbatched" in x)
 
 
 def test_a_model_that_cannot_be_served_says_why(tmp_path):
