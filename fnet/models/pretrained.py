@@ -33,6 +33,7 @@ from fnet.models._model import Model
 from fnet.models.weights import _folder, _hub, _match, _tensors
 from fnet.models.weights._adapters import load_adapter, save_adapter
 from fnet.models.weights._gguf import load_gguf
+from fnet.models.weights._gguf_save import save_gguf
 from fnet.models.weights._weight_names import (
     CONV,
     DENSE,
@@ -79,6 +80,7 @@ __all__ = [
     "revision",
     "save",
     "save_adapter",
+    "save_gguf",
     "torch",
 ]
 

@@ -1589,6 +1589,8 @@ def _refused(program, column, error) -> Outcome:
             program.operation,
             "concatenate",
             "select",
+            "total_lt",
+            "total_le",
             "power",
             "convert",
             "convolution",

@@ -98,6 +98,23 @@ FAMILIES = {
             "rope.scaling.factor": 8.0,
         },
     ),
+    "gemma3 with other windows": (
+        "gemma3",
+        dataclasses.replace(
+            GEMMA,
+            qk_norm="head",
+            depth=4,
+            window=(4, 4, None),
+            rotary_base=(100.0, 100.0, 1e6),
+            logit_softcap=30.0,
+        ),
+        {
+            "attention.sliding_window": 4,
+            "attention.sliding_window_pattern": 3,
+            "rope.freq_base_swa": 100.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "gemma3 without windows": (
         "gemma3",
         dataclasses.replace(GEMMA, qk_norm="head", rotary_base=1e6),
@@ -305,6 +322,12 @@ def test_divisors_of_the_rotation_rates(usual, tmp_path):
             "qwen2.rope.scaling.type='yarn' with factor 4.0 is not supported",
         ),
         ("qwen3", None, {"attention.scale": 0.5}, "qwen3.attention.scale=0.5 is not supported"),
+        (
+            "gemma3",
+            None,
+            {"attention.sliding_window_pattern": 0},
+            "sliding_window_pattern=0: expected an integer above 0",
+        ),
         ("gemma3", None, {"attention.causal": 0}, "gemma3.attention.causal=0 is not supported"),
     ],
 )
@@ -365,6 +388,66 @@ def test_without_a_number_of_key_heads_the_attention_is_not_grouped(tmp_path):
         **{"attention.head_count_kv": None},
     )
     assert pretrained.load_gguf(file)[0] == model
+
+
+@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+def test_saved_parameters_are_those_of_the_file(name, tmp_path):
+    """The new file has all fields of the old one, and its arrays bit for bit if nothing changed."""
+    architecture, model, fields = FAMILIES.get(name, ("llama", MODEL, {}))
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: draw.normal(size=leaf.shape).astype("f4"), model.spec(TOKENS).params
+    )
+    arrays = tensors(model, params)
+    if name == "llama":
+        arrays["rope_freqs.weight"] = np.linspace(1, 7, 8, dtype=np.float32)
+    kinds = {"attn_q": "Q8_0", "ffn": "Q4_0", "token_embd": "F16"}
+    if model.head_dim == 8:  # rows of 32 numbers are no multiples of a block
+        kinds = {"ffn_up": "Q8_0", "token_embd": "F16"}
+    old = write(tmp_path / "old.gguf", model, arrays, kinds, architecture=architecture, **fields)
+    (model, got, _), new = pretrained.load_gguf(old), tmp_path / "new.gguf"
+    assert pretrained.save_gguf(model, got, new, like=old) == new
+    before, after = gguf.GGUFReader(old), gguf.GGUFReader(new)
+    contents = lambda reader: {
+        key: field.contents() for key, field in reader.fields.items() if key[:5] != "GGUF."
+    }
+    assert contents(before) == contents(after)
+    for one, other in zip(before.tensors, after.tensors, strict=True):
+        assert (one.name, one.tensor_type) == (other.name, other.tensor_type)
+        if model.norm_offset and "norm" in one.name:  # w + 1 - 1 + 1
+            np.testing.assert_allclose(one.data, other.data, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(one.data, other.data)
+
+
+def test_changed_parameters_in_another_format(tmp_path):
+    params = MODEL.init(jax.random.key(0), TOKENS)[0]
+    old = write(tmp_path / "old.gguf", MODEL, tensors(MODEL, params), {"weight": "Q8_0"})
+    changed = jax.tree.map(lambda leaf: leaf * 2 + 0.1, params)
+    file = pretrained.save_gguf(MODEL, changed, tmp_path / "new.gguf", like=old, format="F32")
+    _, got, _ = pretrained.load_gguf(file)
+    jax.tree.map(np.testing.assert_array_equal, got, changed)
+    pretrained.save_gguf(MODEL, changed, old, like=old, format="F16")  # in place
+    _, got, _ = pretrained.load_gguf(old)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6), got, changed)
+
+
+def test_what_cannot_be_saved_leaves_the_file(tmp_path):
+    params = MODEL.init(jax.random.key(0), TOKENS)[0]
+    old = write(tmp_path / "old.gguf", MODEL, tensors(MODEL, params), {"weight": "Q8_0"})
+    content, new = old.read_bytes(), tmp_path / "new.gguf"
+    for options, message in (
+        ({"format": "Q6_K"}, "cannot write token_embd.weight, .40, 64., as Q6_K .*'Q8_0' or 'F16'"),
+        ({"format": "int8"}, "format='int8': expected a format of GGUF, such as 'F16'"),
+        ({"model": TIED}, "expected the model of .*old.gguf, Decoder"),
+        ({"params": {**params, "norm": {}}}, "'norm/scale' .64,. is missing"),
+    ):
+        arguments = {"model": MODEL, "params": params, "path": old, "like": old} | options
+        with pytest.raises(ValueError, match=message):
+            pretrained.save_gguf(
+                arguments.pop("model"), arguments.pop("params"), arguments.pop("path"), **arguments
+            )
+        assert old.read_bytes() == content and not new.exists()
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -3,9 +3,9 @@ transformers; a part of verify_pretrained.py.
 
     make verify-pretrained ARGS=gguf_files            # or ARGS=gguf_files=gemma3,llama3
 
-`pretrained.load_gguf` gives the logits of the model that was written, and of transformers' own
-reader of GGUF. That reader does not know everything: for `_BY_MODEL_ALONE`, only the first is
-compared.
+`pretrained.load_gguf` gives the logits of the model that was written, and those that transformers'
+own reader of GGUF gives for what `save_gguf` writes. That reader does not know everything: for
+`_BY_MODEL_ALONE`, only the first is compared.
 """
 
 import pathlib
@@ -164,8 +164,9 @@ def difference(family, kind="F32"):
     model = random_model(family)
     logits = lambda each: each(torch.tensor(TOKENS)).logits.detach().numpy()
     with tempfile.TemporaryDirectory() as folder:
-        file = write(pathlib.Path(folder) / "model.gguf", family, model, kind)
-        decoder, params, _ = pretrained.load_gguf(file)
+        old = write(pathlib.Path(folder) / "written.gguf", family, model, kind)
+        decoder, params, _ = pretrained.load_gguf(old)
+        file = pretrained.save_gguf(decoder, params, pathlib.Path(folder) / "saved.gguf", like=old)
         got = np.asarray(ft.use_implicit_arrays(decoder)(params, TOKENS))
         read = None
         if family not in _BY_MODEL_ALONE:

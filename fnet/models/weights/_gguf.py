@@ -70,7 +70,7 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
     >>> model.width, model.depth, params["head"]["kernel"].shape
     (4, 1, (4, 10))
     """
-    weights = _opened(_hub.find(path))
+    weights = opened(_hub.find(path))
     params: dict[str, Any] = {}
     for entry in weights.key_map.reads:
         tensors = [weights.tensors[key] for key in entry.keys]
@@ -81,8 +81,8 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
     return weights.model, params, {}
 
 
-def _opened(file: Path) -> Weights:
-    """Returns the weights in a file, whose fields describe the model."""
+def opened(file: Path) -> Weights:
+    """Returns the weights in a file, whose fields describe the model. The metadata are the fields."""
     reader = _reader(file)
     read = lambda name: reader.fields[name].contents() if name in reader.fields else None
     architecture = read("general.architecture")
@@ -113,7 +113,7 @@ def _opened(file: Path) -> Weights:
                 f"{file} {what} the arrays {', '.join(sorted(names)[:4])}"
                 + (" ..." if len(names) > 4 else "")
             )
-    return Weights(file, tensors, {}, Configuration(file.parent), model, key_map=key_map)
+    return Weights(file, tensors, reader.fields, Configuration(file.parent), model, key_map=key_map)
 
 
 def _plain(value: Any) -> Any:

@@ -85,22 +85,34 @@ def _by_width(options: dict, depth: int) -> dict:
 
 
 def _gemma2(options: dict) -> dict:
-    return options | {"window": (options["window"], None)} | _by_width(options, 46)
+    period, others = _period(options)
+    return (
+        others | {"window": (options["window"],) * (period - 1) + (None,)} | _by_width(others, 46)
+    )
 
 
 def _gemma3(options: dict) -> dict:
-    """Of six blocks, five have a window, and another base without scaling."""
-    others = options | _by_width(options, 62)
-    local = others.pop("local_base")
+    """The blocks with a window have another base, and no scaling."""
+    period, others = _period(options | _by_width(options, 62))
+    local, scaling = others.pop("local_base"), options["rope_scaling"]
     if not options.get("window"):
         return others | {"window": None}
     return others | {
-        "window": (options["window"],) * 5 + (None,),
-        "rotary_base": (local,) * 5 + (options["rotary_base"],),
-        "rope_scaling": (None,) * 5 + (options["rope_scaling"],)
-        if options["rope_scaling"]
-        else None,
+        "window": (options["window"],) * (period - 1) + (None,),
+        "rotary_base": (local,) * (period - 1) + (options["rotary_base"],),
+        "rope_scaling": (None,) * (period - 1) + (scaling,) if scaling else None,
     }
+
+
+def _period(options: dict) -> tuple[int, dict]:
+    """Returns the number of blocks after which one without a window comes, and the other options."""
+    others = dict(options)
+    period = others.pop("period")
+    if not isinstance(period, int) or period < 1:
+        raise ValueError(
+            f"attention.sliding_window_pattern={period!r}: expected an integer above 0"
+        )
+    return period, others
 
 
 _GEMMA = dict(
@@ -111,13 +123,21 @@ ARCHITECTURES = {
     "qwen2": Architecture(dict(qkv_bias=True)),
     "qwen3": Architecture(dict(qk_norm="head")),
     "gemma2": Architecture(
-        _GEMMA | dict(window=4096, attention_softcap=50.0, logit_softcap=30.0),
-        {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"},
+        _GEMMA | dict(window=4096, period=2, attention_softcap=50.0, logit_softcap=30.0),
+        {
+            "attn_logit_softcapping": "attention_softcap",
+            "final_logit_softcapping": "logit_softcap",
+            "attention.sliding_window_pattern": "period",
+        },
         _gemma2,
     ),
     "gemma3": Architecture(
-        _GEMMA | dict(qk_norm="head", rotary_base=1e6, local_base=1e4),
-        {"final_logit_softcapping": "logit_softcap", "rope.freq_base_swa": "local_base"},
+        _GEMMA | dict(qk_norm="head", rotary_base=1e6, local_base=1e4, period=6),
+        {
+            "final_logit_softcapping": "logit_softcap",
+            "rope.freq_base_swa": "local_base",
+            "attention.sliding_window_pattern": "period",
+        },
         _gemma3,
     ),
 }
