@@ -477,6 +477,30 @@ def test_gates_in_another_order_are_found():
     assert "or the order of gates" in proposal.proof.problem
 
 
+def test_arrays_that_no_layer_shows():
+    class Net(tt.Module):
+        def __init__(self):
+            self.before, self.after, self.fc = tt.normal(4), tt.normal(4), tt.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(tt.Tensor(x.array + self.before.array))
+            return tt.Tensor(y.array + self.after.array)
+
+    @nn.layer
+    def model(scope, x):
+        shift = lambda name: scope.param(name, (4,), jax.nn.initializers.zeros)[None]
+        return nn.Dense(4)(scope["dense"], x + shift("late")) + shift("early")
+
+    proposal = pretrained.names(Net(), model(), array(2, 4))
+    assert proposal.proof.equal  # although their names suggest the opposite
+    assert 'pretrained.Rule("late", "before")' in proposal.lines
+    assert "Seen in the output alone: late, early" in str(proposal.proof)
+    wrong = pretrained.Rule("late", "after"), pretrained.Rule("early", "before")
+    problem = pretrained.names(Net(), model(), array(2, 4), rules=wrong).proof.problem
+    assert problem.startswith("The first layer that differs is 'dense', from 'fc'")
+    assert problem.endswith("Not seen, and perhaps wrong before it: late, early")
+
+
 def test_options_that_no_layer_of_fnet_has():
     class MultiheadAttention(tt.Linear):
         add_zero_attn = True
@@ -549,5 +573,8 @@ def test_names_are_not_those_of_the_config(tmp_path):
     del arrays["layers.0.bias"]
     with pytest.raises(ValueError, match=r"the arrays does not match .* the rules in names="):
         pretrained.load(mlp(), arrays, names=names)
-    with pytest.raises(TypeError, match="expected a model with NAMES"):
+    with pytest.raises(TypeError, match=r"expected a model with NAMES .* Pass the rules in names="):
         pretrained.load(mlp(), arrays)
+    nnx = pytest.importorskip("flax.nnx")
+    with pytest.raises(TypeError, match=r"got NnxLayer\. nn\.nnx_variables\(module\) reads"):
+        pretrained.save(nn.from_nnx(nnx.Linear, 4, 3), {}, {}, tmp_path / "y.safetensors")

@@ -14,9 +14,12 @@ def known_names(model):
         what = (
             type(model).__name__ if not isinstance(model, type) else f"the class {model.__name__}"
         )
+        hint = "Pass the rules in names=; pretrained.names(module, model, x) proposes them"
+        if what == "NnxLayer":
+            hint = "nn.nnx_variables(module) reads the arrays, nn.update_nnx writes them back"
         raise TypeError(
             f"pretrained: expected a model with NAMES for its weights, e.g. models.ResNet; got "
-            f"{what}"
+            f"{what}. {hint}"
         )
     return known
 
@@ -41,8 +44,6 @@ def label(name):
 
 def leaves_of(model, name=None):
     """Returns ({path: "params" or "state"}, {path: spec}) of all arrays of a model."""
-    if not isinstance(name, Names):
-        known_names(model)
     spec = model.spec(*inputs_of(model, name))
     kinds, leaves = {}, {}
     for kind, tree in zip(("params", "state"), spec):
@@ -54,7 +55,9 @@ def leaves_of(model, name=None):
 
 def inputs_of(model, name=None):
     """Returns a tuple of inputs for `model.spec` and `model.check`."""
-    if isinstance(name, Names) and name.inputs:
+    if not isinstance(name, Names):
+        known_names(model)
+    elif name.inputs:
         return name.inputs
     if not hasattr(model, "example"):
         raise TypeError(

@@ -77,20 +77,26 @@ def compare(
         own: whether to call each layer on PyTorch's own input, too.
     """
     output, seen = program(*trees)
-    depths: dict[str, int] = {}
-    for _, group in pairs:
-        if group.layer is not None:
-            depths[group.name] = max(depths.get(group.name, 0), group.layer + 1)
+    layers_of = recurrent_layers(pairs)
     found = []
     for unit, group in pairs:
         ours = program.outputs(unit, seen, output)
-        layers = depths.get(group.name, 0)
+        layers = layers_of.get(group.name, 0)
         whole, shapes = difference(unit, group, ours, record, layers) if ours else (None, ())
         alone = own_difference(unit, group, *trees, record, layers) if own else None
         calls = record.calls.get(group.name, [])
         plain = all(call.plain for call in calls)
         found.append(Compared(unit, group, whole, alone, shapes, plain))
     return found, _apart(output, record.outputs)
+
+
+def recurrent_layers(pairs: Sequence[tuple[Unit, Group]]) -> dict[str, int]:
+    """{path of a recurrent module: the number of its layers}."""
+    layers: dict[str, int] = {}
+    for _, group in pairs:
+        if group.layer is not None:
+            layers[group.name] = max(layers.get(group.name, 0), group.layer + 1)
+    return layers
 
 
 def first_problem(found: Sequence[Compared], output: float, tolerance: float) -> Compared | None:

@@ -338,6 +338,7 @@ class _Trial:
         yours = Names(search.yours)
         self._fixed = _pairs(search.model, yours, search.source, search.inputs)
         self._program: Any = None
+        self._last: Any = None
 
     def __call__(
         self, aligned: _align.Alignment, pairs: Mapping, lines: Mapping
@@ -358,6 +359,7 @@ class _Trial:
         if self._program is None:
             self._program = _run.Program(search.model, search.inputs, [u for u, _ in found])
         assert search.record is not None
+        self._last = found, trees
         compared, output = _proof.compare(self._program, found, trees, search.record, own=False)
         fixed = {(unit.paths, unit.index) for unit, _ in self._fixed}
         return [
@@ -367,6 +369,13 @@ class _Trial:
             ),
             _run.Compared(*_OUTPUT, output),
         ]
+
+    def own(self, each: _run.Compared) -> float | None:
+        """How far a layer of the last run is from PyTorch's on the input that the latter got."""
+        found, trees = self._last
+        layers = _proof.recurrent_layers(found).get(each.group.name, 0)
+        record = self._search.record
+        return _run.own_difference(each.unit, each.group, *trees, record, layers)
 
 
 _OUTPUT = Unit(("the output",), "output", {}, order=(10**9,)), Group("", "output", (), 0)

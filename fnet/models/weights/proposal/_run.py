@@ -29,8 +29,8 @@ class Compared:
             None if they cannot be compared.
         own: the same for the input that PyTorch's layer got.
         shapes: those of the two outputs.
-        plain: whether PyTorch's layer is of a class of its own, whose outputs say what a layer of
-            fnet must return.
+        plain: whether the layer is of one of PyTorch's own classes, whose outputs are those that a
+            layer of fnet must return.
         fixed: whether the user wrote the rule.
     """
 
