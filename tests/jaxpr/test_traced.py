@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checks import same
 
+from fnet import transforms as ft
 from fnet.jaxpr import (
     Traced,
     Value,
@@ -231,3 +232,15 @@ def test_bind_and_plain():
     assert high.x.dtype == jnp.float32 and high.x == 3
     (eqn,) = jax.make_jaxpr(lambda x: x.astype("int8"))(X).jaxpr.eqns
     assert bind(eqn, [X], new_dtype=jnp.dtype("int16"))[0].x.dtype == jnp.int16
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_a_module_that_is_the_function_is_updated(method):
+    nnx = pytest.importorskip("flax.nnx")
+    norm, other = (nnx.BatchNorm(2, rngs=nnx.Rngs(0)) for _ in range(2))
+    x = jnp.arange(8.0).reshape(4, 2)
+    with jax.numpy_rank_promotion("allow"):
+        f = ft.rewrite(norm.__call__ if method else norm, lambda *_: NotImplemented)
+        np.testing.assert_allclose(f(x), other(x), rtol=1e-6)
+        np.testing.assert_allclose(ft.tune(norm, "cpu")(x), other(x), rtol=1e-6)
+    np.testing.assert_allclose(norm.mean[...], other.mean[...], rtol=1e-6)
