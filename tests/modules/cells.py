@@ -124,19 +124,27 @@ def rematerialize(subject):
 def microbatch(subject):
     """Equal to the function on slice after slice; of modules that are carried, with the state that
     the slice before left."""
-    count = len(subject.make(KEY))
-    carry = tuple(range(subject.carries)) if subject.steps else ()
-    if subject.name == "eqx model state":
-        carry = (1,)
-    f = ft.microbatch(subject.f, 2, argnums=count, carry=carry)
-    got = ran(subject, f, steps=1)
+    made, x = subject.make(KEY), jnp.asarray(batch(0))
+    stateful = subject.name == "eqx model state"
+    carry = (1,) if stateful else tuple(range(subject.carries))
+    got = ft.microbatch(subject.f, 2, argnums=len(made), carry=carry)(*made, x)
+
     arguments, outputs = subject.make(KEY), []
-    for part in (jnp.asarray(batch(0))[i::2] for i in range(2)):
+    for part in (x[0::2], x[1::2]):
         result = subject.f(*arguments, part)
-        arguments = subject.after(arguments, result)
-        outputs.append(subject.outputs(result))
+        if stateful:
+            y, state = result
+            arguments = arguments[0], state
+            outputs.append(y)
+        else:
+            arguments = subject.after(arguments, result)
+            outputs.append(subject.outputs(result))
     mean = jax.tree.map(_mean, *outputs)
-    close(got, arrays({"arguments": arguments, "outputs": [mean]}))
+    if stateful:
+        close(arrays(got), arrays((mean, state)))
+        return
+    made = subject.after(made, got)
+    close(arrays((made, subject.outputs(got))), arrays((arguments, mean)))
 
 
 @cell
