@@ -77,6 +77,7 @@ from fnet.jaxpr._primitives import (
 )
 from fnet.jaxpr._records import options, reduced_axes
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
+from fnet.jaxpr._rows import ends_by_rows, while_of_rows
 from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import in_jaxpr as scopes_in
 from fnet.jaxpr._scopes import of_operation as scope_of_operation
@@ -137,6 +138,7 @@ __all__ = [
     "describe",
     "description",
     "donated",
+    "ends_by_rows",
     "equations",
     "explicit",
     "flatten",
@@ -194,6 +196,7 @@ __all__ = [
     "unrolled",
     "unsupported",
     "value_name",
+    "while_of_rows",
     "without_shardings",
     "wraps",
 ]

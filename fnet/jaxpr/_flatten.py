@@ -18,6 +18,7 @@ from fnet.jaxpr._calls import CALLS, INLINED
 from fnet.jaxpr._enter import inline
 from fnet.jaxpr._primitives import description
 from fnet.jaxpr._rewrite import Interpreter
+from fnet.jaxpr._rows import ends_by_rows, while_of_rows
 from fnet.jaxpr._scopes import Scope
 from fnet.jaxpr._values import Value
 
@@ -48,8 +49,8 @@ def inlined(closed: Any, *, unless: Callable[[Any], bool] | None = None) -> Any:
 def flatten(closed: Any) -> Any:
     """Rewrites a closed jaxpr for inference, so that it contains only a small set of primitives.
 
-    The primitives `scan`, `while` and `cond` are kept. Calls are inlined, including calls with
-    custom derivatives or custom batching. Because inlining removes custom derivatives, the
+    The primitives `scan`, `while` (with a single condition) and `cond` are kept. Calls are inlined,
+    those with custom derivatives or custom batching too. Because that removes the derivatives, the
     rewritten program should not be differentiated.
     """
     return _again(_Flattener(CALLS), closed)
@@ -86,6 +87,8 @@ class _Flattener(_Inliner):
             return [Value(wide.astype(eqn.outvars[0].aval.dtype))]
         if (form := _jax.expanded(eqn)) is not None:  # jnp.searchsorted since jax 0.11
             return self.evaluate(form.jaxpr, form.consts, inputs, at)
+        if name == "while" and ends_by_rows(eqn):
+            return while_of_rows(self, eqn, at, inputs)
         if name in _SAME:
             return inputs[: len(eqn.outvars)]  # "divided" has further operands
         if name in _SIMPLER:

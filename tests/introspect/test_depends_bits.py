@@ -162,6 +162,18 @@ PROGRAMS = {  # function, an input, the same with another row
         X,
         OTHER,
     ),
+    "zeros that become complex": (
+        lambda x: jnp.log(masked(x).astype(jnp.complex64)).imag,
+        X,
+        OTHER,
+    ),
+    "a rounded bound": (
+        lambda x: jnp.concatenate([lax.reduce_precision(x[::-1, :1] - 1e4, 8, 0), x], 1).max(1)[
+            :, None
+        ],
+        np.full((4, 3), -4500, np.float32),
+        changed(3, 4900, np.full((4, 3), -4500, np.float32)),
+    ),
     "shard_map": (in_shard_map, X, OTHER),
     "a callback": (in_a_callback, X, OTHER),
     "a reduction of the user": (
@@ -365,3 +377,31 @@ def test_axes_that_would_not_be_followed():
     square = jax.ShapeDtypeStruct(jax.export.symbolic_shape("t, t"), jnp.float32)
     with pytest.raises(ValueError, match="the size t occurs twice in an array"):
         introspect.depends(lambda x: x.sum(1), square)
+
+
+def test_conditions_beside_loops_of_rows():
+    """The conditions of a program with a loop that `jax.vmap` made are checked in it, too."""
+
+    def f(x):
+        y = x + 0 * x[::-1]
+        turns = lambda r: lax.while_loop(
+            lambda c: c < jnp.minimum(jnp.abs(r[0]), 5.0), lambda c: c + 1 / (r[1] * 0 + 1), 0.0
+        )
+        return y + jax.vmap(turns)(y)[:, None]
+
+    report = introspect.depends(f, X)
+    verdict = report.verdict("independent", 0, trials=False)
+    assert verdict.status == "proved if" and verdict.holds(X)
+    assert not verdict.holds(changed(1, np.inf))
+    error, y = jax.jit(report.checked(verdict))(X)
+    assert error.get() is None
+    np.testing.assert_array_equal(y, jax.jit(f)(X))
+
+
+def test_a_mask_with_another_sign_of_zero():
+    phase = lambda x, mask: jnp.where(mask > 0, x, 0).sum() + jnp.arctan2(mask, -1.0).sum()
+    x, mask = np.ones(4, np.float32), np.array([1, 1, 1, 0], np.float32)
+    report = introspect.depends(phase, x, mask, axes={"t": ((0, 0), None)})
+    verdict = report.padding("t", 3, known={"mask": mask}, trials=False)
+    assert verdict.status == "proved" and verdict.holds(x, mask)
+    assert not verdict.holds(x, np.array([1, 1, 1, -0.0], np.float32))

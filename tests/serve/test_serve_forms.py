@@ -27,7 +27,7 @@ from fnet.hardware._onednn import onednn
 from fnet.jaxpr import ImplicitArray, Interpreter, Value, description
 from fnet.layers import _tile_dot, dot_product_attention
 from fnet.transforms._autocast import _lowered
-from fnet.transforms._tune import _accelerators, _convolutions, _cpu, _library
+from fnet.transforms._tune import _accelerators, _accumulated, _convolutions, _cpu, _library
 from fnet.transforms._tune._tune import RULES
 
 pytestmark = [
@@ -50,6 +50,7 @@ def every_size(monkeypatch):
             {"LARGE": 0, "SMALL": 0, "bfloat16_pays": lambda: True, "onednn": lambda: True},
         ),
         (_accelerators, {"LARGE": 1}),
+        (_accumulated, {"LARGE": 1}),
     ):
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
@@ -168,7 +169,11 @@ def statistics(x):
 
 
 IMAGES = draw(4, 4, 4, 4)
+summed = jax.vmap(
+    lambda row: lax.scan(lambda s, e: (s + e.T @ e, None), jnp.zeros((16, 16)), row)[0]
+)
 TUNE = {
+    "summed_products": Form(summed, draw(4, 3, 1, 16), tuned("summed_products")),
     "products": Form(
         lambda x: jnp.einsum("de,bte->bdt", draw(5, 8), x), draw(4, 6, 8), tuned("products")
     ),

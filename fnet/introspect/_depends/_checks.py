@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 
 from fnet.introspect._depends._conditions import Condition
-from fnet.jaxpr import Interpreter, bodies, solve_inputs
+from fnet.jaxpr import Interpreter, bodies, ends_by_rows, solve_inputs, while_of_rows
 
 
 def checked(closed: Any, opened: Mapping[int, Any], conditions: Sequence[Condition]) -> Callable:
@@ -53,7 +53,10 @@ class _Checker(Interpreter):
         for i, each in here:
             if each.operand is not None:
                 self._check(i, each, inputs[each.operand].x)
-        if eqn.primitive.name == "custom_linear_solve":
+        if eqn.primitive.name == "while" and ends_by_rows(eqn):
+            # checkify takes loops with a single condition only
+            outputs = while_of_rows(self, eqn, at, inputs)
+        elif eqn.primitive.name == "custom_linear_solve":
             (body,) = bodies(eqn)
             given = [inputs[i] for i in solve_inputs(eqn)]
             outputs = self.evaluate(body.jaxpr, body.consts, given, at)

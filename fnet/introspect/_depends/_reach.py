@@ -140,8 +140,11 @@ def source(shape: Sequence[int], axis: int) -> Reach:
 
 def container(dtype: Any) -> np.dtype | None:
     """The dtype in which known values of a dtype are stored: float32 for floating-point dtypes that
-    NumPy lacks, and None for keys, complex numbers, powers of two (e8m0) and others."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or "e8m0" in str(dtype):
+    NumPy lacks, and None for keys, complex numbers, numbers of 4 bits, powers of two (e8m0) and
+    others."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    if str(dtype).startswith(("float4", "float6")) or "e8m0" in str(dtype):
         return None
     if jnp.issubdtype(dtype, jnp.floating) and str(dtype) not in ("float16", "float32", "float64"):
         return np.dtype(np.float32)

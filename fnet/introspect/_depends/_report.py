@@ -93,7 +93,7 @@ class Verdict:
         if self._report is None:
             return False
         arrays = self._report.arrays(args, kwargs)
-        if any(not np.array_equal(_as(arrays[i], x), x) for i, x in self._constants.items()):
+        if any(_as(arrays[i], x).tobytes() != x.tobytes() for i, x in self._constants.items()):
             return False
         if self.status == "proved":
             return True

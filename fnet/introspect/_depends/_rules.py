@@ -171,7 +171,7 @@ def _pointwise(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> lis
     return [made(shape, low, high, value, known, below)]
 
 
-_KEEPS_BOUND = ("stop_gradient", "copy", "convert_element_type", "reduce_precision")
+_KEEPS_BOUND = ("stop_gradient", "copy", "convert_element_type")
 _WITH_INFINITY = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -189,8 +189,8 @@ def mind_zeros(eqn: Any, assumed: Assumptions) -> None:
 def _shows_sign(eqn: Any, operand: int) -> bool:
     """Whether the sign of a zero changes more of a result than the sign of a zero."""
     name = eqn.primitive.name
-    if any(np.dtype(v.aval.dtype).kind == "c" for v in eqn.outvars if container(v.aval.dtype)):
-        return True
+    if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.outvars if _typed(v)):
+        return True  # functions of complex numbers have cuts
     if not builtin(eqn.primitive):
         return True
     if name == "div":
@@ -200,6 +200,10 @@ def _shows_sign(eqn: Any, operand: int) -> bool:
     if name == "scatter":
         return options(eqn).update_jaxpr is not None  # a function of the user
     return name not in _BLIND and product(eqn) is None
+
+
+def _typed(v: Any) -> bool:
+    return hasattr(v.aval, "dtype")
 
 
 _BLIND = frozenset(
@@ -655,6 +659,8 @@ def _gather(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[R
     shape = tuple(eqn.outvars[0].aval.shape)
     numbers, sizes = options(eqn).dimension_numbers, options(eqn).slice_sizes
     mode = str(options(eqn).mode).lower()
+    if "one_hot" in mode:
+        return _everything(eqn, operands, assumed)
     if 0 in shape or 0 in array.shape:
         return None
     rank = len(shape)
@@ -844,6 +850,8 @@ def _dot(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> list[Reac
     zeros = [_zeros(each) for each in (left, right)]
     if all(each is None for each in zeros) or len(operands) > 2:
         return None
+    if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating):
+        return None  # functions of it show the signs of its zeros
     found = product(eqn)
     assert found is not None
     (cl, cr), (bl, br) = found.dimensions
