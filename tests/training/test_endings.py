@@ -349,7 +349,7 @@ def test_a_step_that_does_not_count_is_rejected_at_the_first(tmp_path, increase)
     "result, text",
     [
         (lambda s: s, "must return .state, metrics.; got a TrainState"),
-        (lambda s: (s, 1.0), "with a dict of metrics; got a float in its place"),
+        (lambda s: (s, "loss"), "with a dict of metrics; got a str in its place"),
     ],
 )
 def test_a_step_that_returns_something_else(result, text):
