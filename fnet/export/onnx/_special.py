@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fnet.export.onnx._functions import log1p
+from fnet.export.standalone._interpret import LANCZOS
 
 # Giles (2010), Approximating the erfinv function: for w = -log(1 - x^2) up to a limit, a polynomial
 # in w or sqrt(w) minus a shift; the highest coefficient first.
@@ -125,19 +126,7 @@ _ERF_INV_64 = (
     ),
 )
 
-# Lanczos (1964), A precision approximation of the gamma function, with g = 7 and n = 9.
 _LANCZOS_G = 7.0
-_LANCZOS = (
-    0.99999999999980993227684700473478,
-    676.520368121885098567009190444019,
-    -1259.13921672240287047156078755283,
-    771.3234287776530788486528258894,
-    -176.61502916214059906584551354,
-    12.507343278686904814458936853,
-    -0.13857109526572011689554707,
-    9.984369578019570859563e-6,
-    1.50563273514931155834e-7,
-)
 
 
 class _As(NamedTuple):
@@ -189,8 +178,8 @@ def _lanczos(e, x):
     add = lambda a, b: e.g.op("Add", a, b)
     reflected = e.g.op("Less", x, e.number(0.5))
     z = e.g.op("Where", reflected, e.g.op("Neg", x), e.g.op("Sub", x, e.number(1)))
-    total, slope = e.number(_LANCZOS[0]), e.number(0)
-    for i, coefficient in enumerate(_LANCZOS[1:], 1):
+    total, slope = e.number(LANCZOS[0]), e.number(0)
+    for i, coefficient in enumerate(LANCZOS[1:], 1):
         place = add(z, e.number(i))
         term = e.g.op("Div", e.number(coefficient), place)
         total = add(total, term)

@@ -232,9 +232,9 @@ def _digamma(run, options, types, x):
     number = np.asarray(_flushed(x), np.float64)
     reflected = number < 0.5
     z = np.where(reflected, -number, number - 1)
-    places = z[..., None] + np.arange(1, len(_LANCZOS))
-    terms = np.array(_LANCZOS[1:]) / places
-    y = np.log(z + 7.5) - (terms / places).sum(-1) / (_LANCZOS[0] + terms.sum(-1)) - 7 / (z + 7.5)
+    places = z[..., None] + np.arange(1, len(LANCZOS))
+    terms = np.array(LANCZOS[1:]) / places
+    y = np.log(z + 7.5) - (terms / places).sum(-1) / (LANCZOS[0] + terms.sum(-1)) - 7 / (z + 7.5)
     angle = np.pi * (number - np.floor(number + 0.5))
     y = np.where(reflected, y - np.pi * np.cos(angle) / np.sin(angle), y)
     pole = (number < 0) & (number == np.floor(number))
@@ -242,7 +242,8 @@ def _digamma(run, options, types, x):
     return [np.where(number == 0, -np.inf, y).astype(x.dtype)]  # NaN before jax 0.11
 
 
-_LANCZOS = (
+# Lanczos (1964), A precision approximation of the gamma function, with g = 7 and n = 9.
+LANCZOS = (
     0.99999999999980993227684700473478,
     676.520368121885098567009190444019,
     -1259.13921672240287047156078755283,
