@@ -84,13 +84,15 @@ def explained() -> Iterator[None]:
         raise
 
 
-def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
+def extract(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[Any, Modules | None, tuple]:
     """Replaces the nnx modules in a tree by placeholders.
 
     The function returns three values: the new tree, a `Modules` object with the arrays of the nnx
     modules, and a tuple of the original modules. If the tree contains no nnx modules, the `Modules`
-    object is None. If two nnx modules share a variable, the copies that `insert` creates share a
-    variable, too.
+    object is None. `is_leaf` says what in the variables counts as an array. If two nnx modules
+    share a variable, the copies that `insert` creates share a variable, too.
     """
     nodes = kinds()
     if not nodes:
@@ -107,7 +109,7 @@ def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
     if not found:
         return tree, None, ()
     graph, state = sys.modules["flax.nnx"].split(tuple(found))
-    arrays, structure = jax.tree.flatten(state)
+    arrays, structure = jax.tree.flatten(state, is_leaf=is_leaf)
     return tree, Modules(arrays, structure, graph), tuple(found)
 
 

@@ -7,6 +7,8 @@ holds functions and options beside its arrays. `pack` takes both apart.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -93,30 +95,45 @@ class Form:
         """Returns the flax.nnx module of each part, or None."""
         if self.graph is None:
             return [None] * len(payloads)
-        arrays = []
-        for part, payload in zip(self.parts, payloads):
-            if isinstance(part, _Module):
-                arrays += [_taken(payload, name) for name in part.names]
+        arrays = self._taken(payloads)
         _, new = _mutable.insert((), _mutable.Modules(arrays, self.structure, self.graph))
         rest = iter(new)
         return [next(rest) if isinstance(part, _Module) else None for part in self.parts]
 
-    def update(self, tree: Any, arrays: Any) -> Any:
-        """Writes the arrays of a packed tree into the flax.nnx modules of `tree`, which has this
-        form. Returns the tree with new values of everything else."""
-        new = self.unpack(arrays)
-        _, modules, found = _extracted(tree)
-        _, state, _ = _extracted(new)
-        if modules is None or state is None:
-            return new
-        written = tuple(x is not old for x, old in zip(state.arrays, modules.arrays))
-        _mutable.apply((), found, dataclasses.replace(state, written=written))
-        mine = iter(found)
-        items = [
-            next(mine) if isinstance(part, _Module) else item
-            for part, item in zip(self.parts, self.outer.flatten_up_to(new))
+    def _arrays(self, packed: Any) -> list:
+        """Returns the arrays of the flax.nnx modules in a packed tree."""
+        return self._taken(self.outer.flatten_up_to(packed))
+
+    def _taken(self, payloads: Sequence) -> list:
+        return [
+            _taken(payload, name)
+            for part, payload in zip(self.parts, payloads)
+            if isinstance(part, _Module)
+            for name in part.names
         ]
-        return jax.tree.unflatten(self.outer, items)
+
+    def update(self, tree: Any, arrays: Any, before: Any = None) -> Any:
+        """Writes the arrays of a packed tree into the flax.nnx modules of `tree`, which has this
+        form, except those that are the same as in the packed tree `before`. Returns the tree with
+        new values of everything else."""
+        if self.graph is None:
+            return self.unpack(arrays)
+        kinds = _mutable.kinds()
+        items = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+        found = tuple(x for x in items if isinstance(x, kinds))
+        new, old = self._arrays(arrays), () if before is None else self._arrays(before)
+        written = tuple(a is not b for a, b in zip(new, old)) if old else (True,) * len(new)
+        modules = _mutable.Modules(new, self.structure, self.graph, written=written)
+        _mutable.apply((), found, modules)
+        mine = iter(found)
+        payloads = self.outer.flatten_up_to(arrays)
+        return jax.tree.unflatten(
+            self.outer,
+            [
+                _restored(part, x, next(mine) if isinstance(part, _Module) else None)
+                for part, x in zip(self.parts, payloads)
+            ],
+        )
 
     def lost(self, tree: Any, arrays: Any) -> list[str]:
         """Returns the paths of the variables of flax.nnx that a function has changed in `tree`,
@@ -167,11 +184,14 @@ def pack(tree: Any) -> tuple[Any, Form | None]:
     """
     if not has_modules(tree):
         return tree, None
-    tree, modules, found = _extracted(tree)
+    modules = None
+    if _has_nnx(tree):
+        tree, modules, found = _mutable.extract(tree, is_implicit)
+        assert modules is not None
+        if any(isinstance(x, jax.core.Tracer) for x in modules.arrays):
+            _check_attributes(found)
     items, outer = jax.tree.flatten(tree, is_leaf=_is_item)
-    if modules is not None:
-        _check_attributes(found)
-    groups = iter(_grouped(modules, len(found)))
+    groups = iter(() if modules is None else _grouped(modules))
     parts: list[Any] = []
     payloads: list[Any] = []
     for place, item in zip(_paths(outer), items):
@@ -197,8 +217,7 @@ def map_arrays(function: Callable, tree: Any) -> Any:
 
 def has_modules(tree: Any) -> bool:
     """Whether a tree contains flax.nnx modules, or leaves that only `pack` can take apart."""
-    tree, modules, _ = _extracted(tree)
-    if modules is not None:
+    if _has_nnx(tree):
         return True
     items = jax.tree.leaves(tree, is_leaf=_is_item)
     return any(
@@ -226,26 +245,21 @@ def nodes(tree: Any) -> Iterator[tuple[str, Any]]:
             yield _joined([_joined(tuple(map(_name, path))), *filter(None, [inner])]), node
 
 
-def _extracted(tree: Any) -> tuple[Any, _mutable.Modules | None, tuple]:
-    """Returns the results of `_mutable.extract`. A tree whose variables are all in an `nnx.State`
-    is a pytree of arrays already."""
+def _has_nnx(tree: Any) -> bool:
+    """Whether a tree has modules or variables of flax.nnx. A tree whose variables are all in an
+    `nnx.State` is a pytree of arrays already."""
     kinds = _mutable.kinds()
-    if kinds:
-        whole = (*kinds, sys.modules["flax.nnx"].State)
-        items = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, whole))
-        if any(isinstance(x, kinds) for x in items):
-            tree, modules, found = _mutable.extract(tree)
-            assert modules is not None
-            state = jax.tree.unflatten(modules.structure, modules.arrays)
-            arrays, structure = jax.tree.flatten(state, is_leaf=is_implicit)
-            return tree, _mutable.Modules(arrays, structure, modules.graph), found
-    return tree, None, ()
+    if not kinds:
+        return False
+    whole = (*kinds, sys.modules["flax.nnx"].State)
+    items = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, whole))
+    return any(isinstance(x, kinds) for x in items)
 
 
 def _part(place: tuple, item: Any, groups: Iterator) -> tuple[Any, Any]:
     """Returns what a leaf of the containers is, and its arrays."""
     if isinstance(item, _mutable.Slot):
-        module, arrays = next(groups)
+        module, arrays = next(groups, (_Module((), ()), []))
         return module, _nested(place, module.names, arrays)
     if _is_model(item):
         return _node(place, item)
@@ -297,24 +311,30 @@ def _is_model(x: Any) -> bool:
     return callable(x) and not is_array(x) and not isinstance(x, (type, jax.tree_util.Partial))
 
 
-def _grouped(modules: _mutable.Modules | None, count: int) -> list[tuple[_Module, list]]:
-    """Returns each flax.nnx module with its arrays."""
-    if modules is None:
-        return []
+def _grouped(modules: _mutable.Modules) -> Iterator[tuple[_Module, list]]:
+    """Yields each flax.nnx module with its arrays."""
+    rest = iter(modules.arrays)
+    for module in _named(modules.structure):
+        yield module, list(itertools.islice(rest, len(module.names)))
+
+
+@functools.lru_cache(1024)
+def _named(structure: Any) -> tuple[_Module, ...]:
+    """Returns the flax.nnx modules of a state with this structure."""
     random = sys.modules["flax.nnx"].RngState
     is_variable = lambda x: isinstance(x, _mutable.kinds())
-    groups: list[list[tuple]] = [[] for _ in range(count)]
-    state = jax.tree.unflatten(modules.structure, modules.arrays)
+    groups: dict[int, list[tuple]] = {}
+    state = jax.tree.unflatten(structure, range(structure.num_leaves))
     for path, variable in jax.tree.leaves_with_path(state, is_leaf=is_variable):
         value = variable.get_value() if is_variable(variable) else variable
-        for inside, array in jax.tree.leaves_with_path(value, is_leaf=is_implicit):
+        for inside, _ in jax.tree.leaves_with_path(value):
             number, *name = map(_name, (*path, *inside))
-            groups[int(number)].append((tuple(name), isinstance(variable, random), array))
-    return [
-        (_Module(tuple(name for name, *_ in group), tuple(drawn for _, drawn, _ in group)), arrays)
-        for group in groups
-        for arrays in [[array for *_, array in group]]
-    ]
+            groups.setdefault(int(number), []).append((tuple(name), isinstance(variable, random)))
+    count = 1 + max(groups, default=-1)
+    return tuple(
+        _Module(tuple(name for name, _ in group), tuple(drawn for _, drawn in group))
+        for group in (groups.get(i, []) for i in range(count))
+    )
 
 
 def _check_attributes(found: tuple) -> None:

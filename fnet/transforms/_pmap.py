@@ -160,7 +160,7 @@ class _OfModules:
         if jax.tree.leaves(changed):
             kept = structure.flatten_up_to(changed)
             new = [old if x is None else x for x, old in zip(kept, leaves)]
-            form.update(args, jax.tree.unflatten(structure, new))
+            form.update(args, jax.tree.unflatten(structure, new), arrays)
         return result if returned["form"] is None else returned["form"].unpack(result)
 
     def _program(self, form: Form, count: int) -> tuple[Callable, dict]:
