@@ -98,9 +98,9 @@ def check_padding(model: Served) -> None:
     together = [(", ".join(model.pad), set(model.pad))] if len(model.pad) > 1 else []
     for what, names in alone + together:
         cases = [
-            (sizes, model.drawn(sizes, scale))
+            (sizes, model.drawn(sizes, scale, seed))
             for sizes in natural(model, names)
-            for scale in _SCALES
+            for seed, scale in enumerate(_SCALES)
         ]
         cases += [
             (sizes, inputs)
@@ -176,7 +176,7 @@ class _Rows:
     def __init__(self, model: Served, sizes: Mapping[str, int]):
         self.model = model
         one = {**sizes, model.rows_name: 1}
-        drawn = [model.drawn(one, scale, seed) for seed, scale in enumerate((*_SCALES, 1.0, 1.0))]
+        drawn = [model.drawn(one, scale, seed) for seed, scale in enumerate((*_SCALES, 0.1, 1.0))]
         for known, inputs in _stored(model):
             if {**known, model.rows_name: 1} == one:
                 drawn += [

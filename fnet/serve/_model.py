@@ -203,9 +203,11 @@ class Model:
 
     def drawn(self, sizes: Mapping[str, int], scale: float, seed: int = 0) -> list[np.ndarray]:
         """Returns random inputs of the given sizes: normal numbers of the given scale, and integers
-        that are legal as lengths, too: from 0 to the smallest size besides the number of rows."""
+        that are legal as lengths, too: from 0 to the smallest size besides the number of rows, or
+        to a part of it with a scale below 1, because larger ones may be no tokens."""
         draw = np.random.default_rng(seed)
         most = min((n for name, n in sizes.items() if name != self.rows_name), default=9)
+        most = max(1, int(most * min(scale, 1)))
 
         def one(shape, dtype):
             if dtype.kind == "b":

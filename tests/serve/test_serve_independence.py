@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checks import close
 
-from fnet import export, serve
+from fnet import export, models, serve
 from fnet import layers as nn
 from fnet.serve import _model, _proof
 from fnet.serve._batching import Alone, Batcher
@@ -570,3 +570,19 @@ def test_a_model_that_cannot_be_served_says_why(tmp_path):
         (row,) = client.post("/v2/repository/index").json()
     assert response.status_code == 503 and "depends on the padding of t" in response.json()["error"]
     assert row["state"] == "UNAVAILABLE" and "depends on the padding of t" in row["reason"]
+
+
+def test_padding_of_tokens(tmp_path):
+    """The test's tokens differ, and some of them are in the vocabulary, so it shows something."""
+    gpt = models.GPT(11, 8, 2, 2, context=64)
+    params, _ = gpt.init(jax.random.key(0), jnp.zeros((1, 64), jnp.int32))
+    spec = export.spec("b, t", "int32", where="t <= 64")
+    export.program(gpt, params, tokens=spec).save(tmp_path / "text.fnet")
+    model = Model(
+        "text", "1", export.load(tmp_path / "text.fnet"), "predict", 4, {"t": (8, 16)}, False
+    )
+    model.warm()
+    assert model.batched
+    tokens = np.arange(10, dtype=np.int32).reshape(2, 5)
+    (y,) = model.compute(model.bound([tokens]))
+    np.testing.assert_allclose(y, gpt(params, tokens), atol=1e-5)
