@@ -246,9 +246,9 @@ def program(f: Callable, params: Any = _IN_F, state: Any = None, /, **specs: Any
             `export.program(lambda model, x: jax.vmap(model)(x), model, x=...)`. Quantized
             parameters and other implicit arrays are exported as what they store, such as codes and
             scales. Default: those in the module f, or in the module of which f is a method.
-        state: the state, a tree of arrays. If it is not None (the default), f is called with
-            `state=state` and returns (output, new state), of which the output is exported. A
-            function that does not accept `state` is called without it.
+        state: the state, a tree of arrays, by position or as `state=`. If it is not None (the
+            default), f is called with `state=state` and returns (output, new state), of which the
+            output is exported. A function that does not accept `state` is called without it.
         specs: the type of each input, `name=export.spec(...)`; for a tree of arrays, a tree of
             them. Inputs are passed by name if f has parameters of these names, otherwise by
             position in this order.
@@ -270,6 +270,8 @@ def program(f: Callable, params: Any = _IN_F, state: Any = None, /, **specs: Any
     """
     if params is _IN_F:
         f, params = _opened(f)
+    if state is None and _has_numbers(specs.get("state")):
+        state = specs.pop("state")  # as the other functions of fnet take it
     f, trees, random = _plain(f, params, state)
     weights = {
         name: _held(name, x)
@@ -279,6 +281,11 @@ def program(f: Callable, params: Any = _IN_F, state: Any = None, /, **specs: Any
     }
     entry, constants = _traced(f, *trees, random, specs)
     return Program({"predict": entry}, {**weights, **constants}, (params, state))
+
+
+def _has_numbers(tree: Any) -> bool:
+    """Whether a tree has arrays, and not only types of arrays."""
+    return any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(tree))
 
 
 def _opened(f: Any) -> tuple[Callable, Any]:
@@ -379,7 +386,8 @@ def _traced(f, params, state, random, specs):
         if "floordiv" in str(error) or "Inconclusive" in type(error).__name__:
             error.add_note(
                 "export.program traces f for sizes of any value. If f needs sizes that divide "
-                "evenly, write the factor into the shape: export.spec('b, 4*h, 4*w, 3')."
+                "evenly, write the factor into the shape: export.spec('b, 4*h, 4*w, 3'). If they "
+                "must not be small, say so: export.spec('b, h', where='h >= 2')."
             )
         raise
     constants = [_constant(x) for x in closed.consts]

@@ -98,6 +98,11 @@ def save(
             for a in (v.aval for v in eqn.outvars)
             if hasattr(a, "dtype")
         )
+        if not isinstance(tests or {}, Mapping):
+            raise ValueError(
+                "Program.save: expected tests as {entry point: {input: array}}, such as "
+                f"{{'predict': {{'x': array}}}}; got a {type(tests).__name__}"
+            )
         given = (tests or {}).get(name)
         if given is None:
             cases = _examples.cases(description, stable)

@@ -142,7 +142,7 @@ class Attention(Layer):
     >>> attention(params, x).shape
     (2, 8, 32)
 
-    mask is 0 for keys to which a query may attend, and minus infinity for the others.
+    In this formula, mask is 0 for keys to which a query may attend, and minus infinity for others.
 
     Glossary: b batch, t time of the queries, s time of the keys, f features, h heads, g key/value
     heads, d head_dim.
@@ -173,8 +173,8 @@ class Attention(Layer):
     Inputs:
         x: [b, t, f], floating point.
         context: [b, s, f'], the source of keys and values for cross-attention. Default: x.
-        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s], [b, 1, t, s] or [b,
-            h, t, s]. Default: no mask.
+        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s], where
+            each axis may have size 1, as in [b, 1, 1, s] for padding. Default: no mask.
         lengths: integers [b], the number of valid keys at the start of each example; the others
             (padding) are ignored. Default: all are valid.
         positions: integers [b, t] or [t], for the rotary embedding. Default: 0, 1, ..., or those

@@ -405,6 +405,12 @@ def test_invalid_programs():
         ValueError, match=r"export.spec: 'b,, 3' is no shape, such as 'b, 28, 28, 1'"
     ):
         export.spec("b,, 3")
+    normed = nn.BatchNorm()
+    params, state = normed.init(jax.random.key(0), jnp.ones((2, 3)))
+    by_name = export.program(normed, params, state=state, x=export.spec("b, 3"))
+    assert [name for name, _ in by_name.entries["predict"].inputs] == ["x"]
+    with pytest.raises(ValueError, match=r"expected tests as {entry point: {input: array}}"):
+        by_name.save("f", tests=[{"x": np.ones((1, 3))}])
     with pytest.raises(ValueError, match=r"export.spec: 'h = 4' is no constraint; expected a comp"):
         export.spec("b, h", where="h = 4")
     with pytest.raises(Exception, match="floordiv") as raised:

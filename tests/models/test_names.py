@@ -306,7 +306,7 @@ def test_words_that_mean_the_same():
 def test_sources_that_are_none():
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, its state_dict"):
         pretrained.names([1, 2], mlp(), jnp.ones((1, 4)))
-    with pytest.raises(TypeError, match=r"has no example\(\) of its inputs; pass them"):
+    with pytest.raises(TypeError, match=r"has no example\(\) of its inputs; pass an input"):
         pretrained.names({}, mlp())
 
 

@@ -169,6 +169,12 @@ class Weights:
         Args:
             trees: {"params": the parameters, "state": the state}.
         """
+        kept = [path for path, kind in self.kinds.items() if kind == "state"]
+        if kept and not trees["state"]:
+            raise ValueError(
+                f"pretrained: the model has a state, such as {kept[0]!r}, which save needs, too; got "
+                f"{trees['state']!r}"
+            )
         arrays = {}
         for entry in (*self.key_map.reads, *self.key_map.beside):
             if not self._is_written(entry):

@@ -462,6 +462,11 @@ def _model_inputs(model, record, x, x_fnet) -> tuple:
         return _inputs(record, x, x_fnet)
     given = x if x_fnet is None else x_fnet
     if given is None:
+        if not hasattr(model, "example"):
+            raise TypeError(
+                f"pretrained.names: a {type(model).__name__} has no example() of its inputs; pass an "
+                "input of it as x"
+            )
         return _match.inputs_of(model, Names(()))
     given = given if isinstance(given, tuple) else (given,)
     return tuple(_spec_of(each) for each in given)
