@@ -108,8 +108,7 @@ def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator:
             pass  # a library that is not installed is not in the table
     return (
         f"`{command}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} "
-        f"cores of {_cpu()}, "
-        f"Python {platform.python_version()}, {', '.join(versions)}"
+        f"cores of {_cpu()}, Python {platform.python_version()}, {', '.join(versions)}"
         + f", allocator: {allocator}" * bool(allocator)
         + "\n"
     )

@@ -98,8 +98,7 @@ def measure(name, model, x, labels, rounds, folder):
     median = statistics.median
     print(
         f"{name:5} {size / 1e6:6.1f} MB {median(plain) / STEPS * 1e3:6.2f} ms "
-        f"{median(calls[1:]) * 1e3:6.2f} ms "
-        f"{median(walls):+7.1%} {median(cores):+10.1%}",
+        f"{median(calls[1:]) * 1e3:6.2f} ms {median(walls):+7.1%} {median(cores):+10.1%}",
         flush=True,
     )
 

@@ -308,8 +308,7 @@ def table(name):
         near = sum(0.7 <= b / a <= 1.3 for a, b in pairs)
         print(
             f"\n{name}: faster or slower as predicted in {sign} of {len(pairs)} (also if both are "
-            f"within 5 % of 1), "
-            f"within 30 % in {near}",
+            f"within 5 % of 1), within 30 % in {near}",
             flush=True,
         )
 

@@ -110,8 +110,7 @@ def main(arguments=None) -> None:
         jax.clear_caches()
     print(
         f"\n{len(every)} rows: worst {max(every):.2f}, median {statistics.median(every):.2f}, best "
-        f"{min(every):.2f}; "
-        f"{len(slower)} slower{': ' * bool(slower)}{'; '.join(slower)}"
+        f"{min(every):.2f}; {len(slower)} slower{': ' * bool(slower)}{'; '.join(slower)}"
     )
     if missing:
         print(f"left out: {'; '.join(missing)}")

@@ -74,8 +74,7 @@ def main(_):
     device, model = h100(), models.GPT.preset(PRESET.value)
     print(
         f"`python -m benchmarks.deviceless --preset={PRESET.value} "
-        f"--batch={','.join(BATCH.value)}`, jax "
-        f"{jax.__version__}, for one {device.device_kind}\n\n"
+        f"--batch={','.join(BATCH.value)}`, jax {jax.__version__}, for one {device.device_kind}\n\n"
         "| batch | loss | state GiB | temporary GiB | attention's kernels | compile s "
         "|\n|---|---|---|---|---|---|"
     )

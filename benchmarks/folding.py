@@ -72,8 +72,7 @@ def main(arguments=None) -> None:
             plain, tuned, folded = milliseconds(name, batch, options.size).values()
             print(
                 f"| {name} | {batch} | {plain:.1f} | {tuned:.1f} | {folded:.1f} | "
-                f"{tuned / plain:.2f} | "
-                f"{folded / plain:.2f} |",
+                f"{tuned / plain:.2f} | {folded / plain:.2f} |",
                 flush=True,
             )
 

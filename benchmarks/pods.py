@@ -99,16 +99,14 @@ def main(argv):
         print(text)
         print(
             f"\n{name} on {CASES[name][2]}: {found['chosen']}, planned and compiled in "
-            f"{found['seconds']:.0f} s, "
-            f"{found['gib']:.2f} GiB of memory"
+            f"{found['seconds']:.0f} s, {found['gib']:.2f} GiB of memory"
         )
         for strategy, arguments, said, peak, needs in found["compiled"]:
             exact = "exactly" if arguments == said else "not"
             print(
                 f"  {strategy}: {arguments / 2**20:,.1f} MiB of state and batch, {exact} as "
-                f"predicted; peak "
-                f"predicted {peak / 2**20:,.0f} MiB, {peak / needs:.2f} of the compiler's "
-                f"{needs / 2**20:,.0f}"
+                f"predicted; peak predicted {peak / 2**20:,.0f} MiB, {peak / needs:.2f} of the "
+                f"compiler's {needs / 2**20:,.0f}"
             )
             wrong |= arguments != said or (
                 strategy == found["chosen"] and not 0.75 <= peak / needs <= 1.25

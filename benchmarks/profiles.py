@@ -113,10 +113,9 @@ def main(_):
     agree = sum((saved[a] > saved[b]) == (measured[a] > measured[b]) for a, b in apart)
     print(
         f"\n{agree} of {len(apart)} pairs of layers whose ablations differ by more than "
-        f"{TOLERANCE:.0%} have one "
-        f"order; the operations take {report.coverage:.1%} of the step of "
-        f"{1e3 * report.step_seconds:.2f} ms; "
-        f"{report.spanning:.1%} of that in fusions of several paths"
+        f"{TOLERANCE:.0%} have one order; the operations take {report.coverage:.1%} of the step of "
+        f"{1e3 * report.step_seconds:.2f} ms; {report.spanning:.1%} of that in fusions of several "
+        "paths"
     )
 
 

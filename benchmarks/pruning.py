@@ -197,8 +197,7 @@ def accuracies() -> None:
     runs = [compare(data, seed) for seed in range(SEEDS.value)]
     print(
         f"{DATA.value}, {STEPS.value} steps of {BATCH} images, {STEPS.value // 4} after pruning by "
-        f"{SCORE.value}, "
-        f"{SEEDS.value} seeds, {time.perf_counter() - began:.0f} s in total\n"
+        f"{SCORE.value}, {SEEDS.value} seeds, {time.perf_counter() - began:.0f} s in total\n"
     )
     print(
         "| network | MFLOP of an image | parameters | accuracy at first | accuracy "

@@ -120,8 +120,7 @@ def main(argv):
         )
     print(
         f"MobileNetV2, CIFAR-10 at {SIZE.value} x {SIZE.value}, {STEPS.value} + {STEPS.value // 2} "
-        f"steps of "
-        f"{BATCH.value} images, one seed, {time.perf_counter() - began:.0f} s\n"
+        f"steps of {BATCH.value} images, one seed, {time.perf_counter() - began:.0f} s\n"
     )
     print(
         "| kernels | MB | rounded after training | quantization-aware training |\n|---|---|---|---|"

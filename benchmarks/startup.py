@@ -126,8 +126,7 @@ def main(arguments=None) -> None:
     print(header(f"python -m benchmarks.startup {command}", options.rounds, allocator="default"))
     print(
         "| workload | start | seconds to the beginning of the first step | ratio to fnet's first "
-        "start | "
-        "seconds to its end | ratio |\n|---|---|---|---|---|---|"
+        "start | seconds to its end | ratio |\n|---|---|---|---|---|---|"
     )
     for workload in options.workloads:
         try:

@@ -108,9 +108,8 @@ def check_memory(init, batch_bytes, advice):
     if chip.memory_bytes and need > chip.memory_bytes * chips:
         raise tr.ConfigError(
             f"this run needs at least {need / 2**30:,.0f} GiB of memory for its parameters, "
-            f"optimizer "
-            f"and batch, and there are {chip.memory_bytes * chips / 2**30:,.0f} GiB: make {advice} "
-            "smaller"
+            f"optimizer and batch, and there are {chip.memory_bytes * chips / 2**30:,.0f} GiB: "
+            f"make {advice} smaller"
         )
 
 
@@ -223,10 +222,8 @@ def define_run_flags():
         "nonfinite",
         "stop",
         ["stop", "skip", "rollback"],
-        "what to do if the loss or a parameter "
-        "becomes NaN or infinite: stop the run, skip the update of this step, or roll back to the "
-        "last "
-        "checkpoint and continue with later batches",
+        "what to do if the loss or a parameter becomes NaN or infinite: stop the run, skip the "
+        "update of this step, or roll back to the last checkpoint and continue with later batches",
     )
 
 

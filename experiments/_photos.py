@@ -90,8 +90,7 @@ def dataset(folder, image):
         )
         raise ValueError(
             f"{folder}: photos are in FOLDER/CLASS/*, in two classes or more, two or more in each; "
-            f"found "
-            f"{found or 'no folder'}"
+            f"found {found or 'no folder'}"
         )
     arrays = []
     for part in (train, test):

@@ -152,8 +152,7 @@ def train(config, workdir, policy, **fit_options):
         )
     print(
         f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * context:,} to validate "
-        f"on; {steps} steps of "
-        f"{config.batch_size} x {context} tokens"
+        f"on; {steps} steps of {config.batch_size} x {context} tokens"
     )
     common.start(workdir, "curves.png")
     every, began = max(math.ceil(steps / 20), 5), time.perf_counter()
@@ -185,8 +184,7 @@ def train(config, workdir, policy, **fit_options):
     tr.plots.curves(rows, workdir / "curves.png", title=title)
     print(
         f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}; the "
-        f"best state is that of "
-        f"step {int(best.step)}"
+        f"best state is that of step {int(best.step)}"
     )
     print(
         f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, merged"

@@ -111,8 +111,7 @@ def read(config, path):
         ):
             raise ValueError(
                 f"{folder} has a {type(model).__name__} without classes of images; expected an "
-                f"image "
-                "classifier"
+                "image classifier"
             )
         labels = read_labels(config, path, model.classes)
     else:

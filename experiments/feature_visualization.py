@@ -158,8 +158,7 @@ def load(config):
     parameters = sum(x.size for x in jax.tree.leaves(params))
     print(
         f"{config.model or 'resnet50'}, {names} names, from {path}: {parameters:,} parameters, "
-        f"{len(labels)} labels; "
-        f"on {hw.detect().name}"
+        f"{len(labels)} labels; on {hw.detect().name}"
     )
     return network
 
@@ -310,9 +309,8 @@ def features(network, config, site, path):
     used = cost.mfu(flops, each, chip, "float32") if each else "one step alone was not timed"
     print(
         f"{site} {list(value.shape[1:])}: {each * 1e3:.1f} ms a step and image of "
-        f"{flops / 1e9:.2f} GFLOP, {used}; "
-        f"{path}; {time.perf_counter() - began:.1f} s, of the processor "
-        f"{time.process_time() - processor:.1f} s"
+        f"{flops / 1e9:.2f} GFLOP, {used}; {path}; {time.perf_counter() - began:.1f} s, of the "
+        f"processor {time.process_time() - processor:.1f} s"
     )
 
 

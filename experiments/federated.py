@@ -87,8 +87,7 @@ class Config:
     seed: int = option(
         0,
         "random seed of the weights, the division of the images, the choice of clients and the "
-        "order "
-        "of the images",
+        "order of the images",
         within=tr.flags.SEED,
     )
 
@@ -187,8 +186,8 @@ def train(config, workdir, others=(), **fit_options):
     state = federated.init(jax.random.key(config.seed), params, server)
     print(
         f"{config.dataset}, {config.split} split: {config.clients} clients with "
-        f"{parts.sizes.min()} to "
-        f"{parts.sizes.max()} images, {sum(p.size for p in jax.tree.leaves(params)):,} parameters"
+        f"{parts.sizes.min()} to {parts.sizes.max()} images, "
+        f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters"
     )
     test = tr.evaluator(
         measure, {"image": data.test_images, "label": data.test_labels}, batch_size=500

@@ -272,8 +272,7 @@ def train(config, workdir, policy, **fit_options):
     print(f"{name}, {held.names} names: {count:,} parameters, images of {size} x {size}")
     print(
         f"{config.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} test "
-        f"images, "
-        f"{classes} classes"
+        f"images, {classes} classes"
     )
     make = {"linear": probe, "full": everything, "lora": low_rank}[config.mode]
     inputs, params, state, forward = make(config, policy, held, model, data)
@@ -373,8 +372,7 @@ def train(config, workdir, policy, **fit_options):
     )
     print(
         f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, "
-        f"confusion.png, "
-        "model.safetensors, labels.json"
+        "confusion.png, model.safetensors, labels.json"
         + (", merged" if config.model is None else "")
         + (", adapter" if config.mode == "lora" else "")
     )
@@ -450,8 +448,7 @@ def probe(config, policy, held, model, data):
     ]
     print(
         f"features: {inputs[0].shape[1]} of each image, {len(inputs[0]) + len(inputs[1])} images "
-        f"in "
-        f"{tr.duration(time.perf_counter() - began)}"
+        f"in {tr.duration(time.perf_counter() - began)}"
     )
     head = nn.Dense(model.classes)
     params, _ = head.init(jax.random.key(config.seed), inputs[0][:1])
@@ -570,8 +567,7 @@ def checked(config):
     if (config.mode == "lora") != bool(config.lora):
         raise tr.ConfigError(
             f"--mode={config.mode} --lora={config.lora}: --mode=lora needs a rank, such as "
-            f"--lora=8, "
-            "and a rank needs --mode=lora"
+            "--lora=8, and a rank needs --mode=lora"
         )
     if config.base != "none" and not config.lora:
         raise tr.ConfigError(

@@ -171,8 +171,7 @@ def compared(name, results):
     gains = np.array([a[1] - b[1] for a, b in zip(results[name], results["random"])])
     return (
         f"; to random search {gains.mean():+.4f} ± {gains.std():.4f}, better {(gains > 0).sum()}, "
-        f"equal "
-        f"{(gains == 0).sum()}, worse {(gains < 0).sum()}"
+        f"equal {(gains == 0).sum()}, worse {(gains < 0).sum()}"
     )
 
 
@@ -267,16 +266,15 @@ def main(argv):
             )
             print(
                 f"seed {seed}, {name}: validation {results[name][-1][0]:.4f}, test "
-                f"{results[name][-1][1]:.4f}, "
-                f"{results[name][-1][2]:,} steps",
+                f"{results[name][-1][1]:.4f}, {results[name][-1][2]:,} steps",
                 flush=True,
             )
     for name, values in results.items():
         test = [each[1] for each in values]
         print(
             f"{name:8} validation {np.mean([each[0] for each in values]):.4f}, test accuracy "
-            f"{np.mean(test):.4f} "
-            f"± {np.std(test):.4f} over {len(test)} seeds" + compared(name, results)
+            f"{np.mean(test):.4f} ± {np.std(test):.4f} over {len(test)} "
+            "seeds" + compared(name, results)
         )
     with open(workdir / "results.csv", "w", newline="") as file:
         rows = csv.writer(file)

@@ -258,8 +258,7 @@ def train(config, workdir, policy, **fit_options):
     split = f" ({config.split} split)" if config.dataset == "digits" else ""
     print(
         f"{config.dataset}{split}: {batches.length} training images, {len(data.test_labels)} test "
-        f"images, "
-        f"{height} x {width} x {channels}, {classes} classes"
+        f"images, {height} x {width} x {channels}, {classes} classes"
     )
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} images")
 

@@ -174,8 +174,7 @@ def read(config):
     if tokenizer.vocab_size > 65536:
         raise ValueError(
             f"the text has {tokenizer.vocab_size:,} different characters, at most 65,536 are "
-            f"supported: "
-            "use --tokens=byte"
+            "supported: use --tokens=byte"
         )
     tokens = tokenizer.encode(text).astype(np.uint16 if tokenizer.vocab_size > 256 else np.uint8)
     train, validation = np.split(tokens, [len(tokens) * 9 // 10])
@@ -194,8 +193,7 @@ def check_vocabulary(tokenizer, workdir):
     ):
         raise tr.ConfigError(
             f"{workdir} holds a run on a text with other characters (characters.json): use that "
-            f"text, "
-            "choose another --workdir, or --restart"
+            "text, choose another --workdir, or --restart"
         )
 
 
@@ -262,8 +260,7 @@ def train(config, workdir, policy, **fit_options):
     if held_out.max() >= vocab_size:
         raise ValueError(
             f"the validation text holds the token {held_out.max()}, outside a vocabulary of "
-            f"{vocab_size}: "
-            "set --vocab_size"
+            f"{vocab_size}: set --vocab_size"
         )
     evaluate = {
         "validation": tr.evaluator(measure, {"tokens": held_out}, batch_size=config.batch_size)
@@ -288,8 +285,7 @@ def train(config, workdir, policy, **fit_options):
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     print(
         f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * config.context:,} to "
-        f"validate on, "
-        f"{vocab_size} different"
+        f"validate on, {vocab_size} different"
     )
     print(
         f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} x "
@@ -338,8 +334,7 @@ def train(config, workdir, policy, **fit_options):
     speed = common.median_speed(rows)
     print(
         f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, "
-        f"{speed:.1f} steps/s, "
-        f"{speed * config.batch_size * config.context:.0f} tokens/s"
+        f"{speed:.1f} steps/s, {speed * config.batch_size * config.context:.0f} tokens/s"
     )
     last = [row["validation/loss"] for row in rows if "validation/loss" in row][-1]
     tr.plots.curves(

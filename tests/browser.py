@@ -168,9 +168,8 @@ class Browser:
         """Clicks in the middle of what a JavaScript expression names."""
         x, y = self.js(
             f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center', behavior: "
-            f"'instant'}}); "
-            "const r = e.getBoundingClientRect(); "
-            "return [r.x + r.width / 2, r.y + Math.min(r.height / 2, 14)]; })()"
+            "'instant'}); const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + "
+            "Math.min(r.height / 2, 14)]; })()"
         )
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             moved = kind == "mouseMoved"

@@ -343,8 +343,7 @@ def test_names_that_jax_lacks_disable_one_feature(monkeypatch):
     assert _features.private("jax._src.core.trace_state_clean", "anything") is not None
     message = (
         f"cuDNN's attention needs jax._src.cudnn.no_such_module, which JAX {jax.__version__} does "
-        f"not have; use "
-        "a version of JAX that fnet was tested with (constraints/)"
+        "not have; use a version of JAX that fnet was tested with (constraints/)"
     )
     for use in (attention, lambda: attention.MaskType):
         with pytest.raises(NotImplementedError, match=re.escape(message) + "$"):

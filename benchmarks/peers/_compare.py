@@ -68,8 +68,7 @@ def compare(
     devices = " / ".join(sorted({each["device"] for each in started.values()}))
     title = (
         f"**{workload}**, {mode}, {dtype}, {options.size} size, allocator: {options.allocator}, on "
-        f"{devices}; "
-        f"losses agree to {tolerance:g}\n"
+        f"{devices}; losses agree to {tolerance:g}\n"
     )
     return figures, "\n".join(
         [title, *notes, table(figures, unit="ms", scale=1e3, bases=bases, more=more), ""]
@@ -193,8 +192,7 @@ def _present(peers, workload, options, required):
         if refused and answer["platform"] == "cpu":
             raise PeerError(
                 f"{workload} needs an accelerator, and {peer.name} finds none here; a step would "
-                f"take "
-                "minutes; --force runs it nevertheless"
+                "take minutes; --force runs it nevertheless"
             )
         present.append(peer)
     return present, notes

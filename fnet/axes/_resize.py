@@ -221,7 +221,6 @@ class Resizer(Interpreter):
         if any(self._atoms.expand((atom,)) != (atom,) for atom in self._kept):
             raise ValueError(
                 "shrink: the derivative of a custom_jvp splits an axis that the function itself "
-                "does not "
-                "split; exclude the axis with keep="
+                "does not split; exclude the axis with keep="
             )
         return frame

@@ -120,8 +120,7 @@ class Advice(Mapping):
                 if formats[path] not in self.formats:
                     raise ValueError(
                         f"Advice.predict: {path} has the format {formats[path]}; the advice "
-                        f"considered "
-                        f"{', '.join(self.formats)}; pass advise(..., formats=)"
+                        f"considered {', '.join(self.formats)}; pass advise(..., formats=)"
                     )
         return self._total(formats)
 

@@ -265,8 +265,7 @@ def _add(total, paths, match, found, number) -> None:
         what = "the sum of x^T x over the inputs x" if wrong == ["gram"] else "an input"
         raise ValueError(
             f"calibrate: batch {number}: {what} of {path} is NaN or infinite; pass batches on "
-            f"which the "
-            "function is finite"
+            "which the function is finite"
         )
     count = int(match["lead"])
     lead, inside = leaf.shape[:count], math.prod(leaf.shape[count:-1])

@@ -51,14 +51,12 @@ def distillation_loss(
     if logits.shape != teacher_logits.shape:
         raise ValueError(
             f"distillation_loss: expected logits of one shape, got {logits.shape} of the student "
-            f"and "
-            f"{teacher_logits.shape} of the teacher"
+            f"and {teacher_logits.shape} of the teacher"
         )
     if not temperature > 0 or not 0 <= weight <= 1:
         raise ValueError(
             f"distillation_loss: expected temperature > 0 and weight in [0, 1]; got {temperature} "
-            f"and "
-            f"{weight}"
+            f"and {weight}"
         )
     teacher = jax.nn.log_softmax(lax.stop_gradient(teacher_logits) / temperature)
     student = jax.nn.log_softmax(logits / temperature)

@@ -65,10 +65,9 @@ class LowRank(ImplicitArray):
         if self.ndim <= self.inputs:
             raise ValueError(
                 f"LowRank: expected a base with {self.inputs + 1} or more axes, got shape "
-                f"{self.shape}. A "
-                "scan or vmap over this parameter slices axis 0 of each of its arrays, but axis 0 "
-                "is an "
-                "input axis. Call ft.use_implicit_arrays(f) outside of the scan or vmap"
+                f"{self.shape}. A scan or vmap over this parameter slices axis 0 of each of its "
+                "arrays, but axis 0 is an input axis. Call ft.use_implicit_arrays(f) outside of "
+                "the scan or vmap"
             )
         base, lead = _materialized(self.base), self.ndim - self.inputs - 1
         a = self.a.reshape(*self.a.shape[:lead], -1, self.a.shape[-1])

@@ -310,8 +310,7 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
     if not np.all(np.asarray(found.rows)):
         raise ValueError(
             f"quantize: {path}: no inputs of some of its layers were recorded; pass batches to "
-            f"calibrate "
-            "that use every layer, or use activations='dynamic'"
+            "calibrate that use every layer, or use activations='dynamic'"
         )
     bound = jnp.maximum(found.bound(method), jnp.finfo(jnp.float32).tiny * 127)
     return bound.reshape(*bound.shape, *(1,) * (array.ndim - bound.ndim)) / 127
@@ -325,8 +324,7 @@ def _corrected(path, array, found):
         reason = found.conflict or f"products contract it over axes {found.axes}"
         raise ValueError(
             f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its "
-            f"format, "
-            "or remove it from `stats`"
+            "format, or remove it from `stats`"
         )
     values, gram = array.codes, jnp.asarray(found.gram, jnp.float32)
     lead, contracted = gram.ndim - 2, [values.ndim + i for i in array.axes]
@@ -376,14 +374,12 @@ def unrounded(path: str, w: Any, format: Format) -> Quantized:
     if n % group:
         raise ValueError(
             f"quantize: {path} has {n} values along axis {last}, which cannot be divided into "
-            f"groups of "
-            f"{group}; use group=None or a divisor of {n}"
+            f"groups of {group}; use group=None or a divisor of {n}"
         )
     if format.packed and n % 2:
         raise ValueError(
             f"quantize: {path} has {n} values along axis {last}; {type(format).__name__} needs an "
-            f"even "
-            "number"
+            "even number"
         )
     values, group = jnp.asarray(w, jnp.float32), None if group == n else group
     scale = _over_blocks(jnp.max, jnp.abs(values), axes, group)

@@ -106,8 +106,7 @@ def matching(
         if not matched and done is not None:
             raise ValueError(
                 f"{who}: {done!r}, which the pattern {pattern!r} matches, is a {others[done]} "
-                f"already; "
-                "remove the pattern, or pass the original parameters"
+                "already; remove the pattern, or pass the original parameters"
             )
         if not matched:
             raise ValueError(

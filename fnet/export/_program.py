@@ -424,11 +424,9 @@ def _check_wide(inputs):
         if leaf["dtype"] in WIDE and not jax.config.jax_enable_x64:
             raise ValueError(
                 f"export.program: the input {name!r} has dtype {leaf['dtype']}, which JAX narrows "
-                f"to "
-                f"{jax.dtypes.canonicalize_dtype(leaf['dtype'])} without jax_enable_x64. Call "
+                f"to {jax.dtypes.canonicalize_dtype(leaf['dtype'])} without jax_enable_x64. Call "
                 "jax.config.update('jax_enable_x64', True) before the program is made, or export "
-                "the "
-                "narrow dtype"
+                "the narrow dtype"
             )
 
 
@@ -481,6 +479,5 @@ def _called(f, names) -> tuple[bool, bool]:
         return not missing, takes_state
     raise TypeError(
         f"export.program: the function has no parameter {missing[0]!r}; name all inputs as its "
-        f"parameters "
-        f"({', '.join(sorted(known - {'state'}))}) or none"
+        f"parameters ({', '.join(sorted(known - {'state'}))}) or none"
     )

@@ -74,8 +74,7 @@ def record(
     if getattr(importlib.import_module(_PACKAGE), kind.__name__, None) is not kind:
         raise TypeError(
             f"export.record: {kind.__module__}.{kind.__name__} is not a model of fnet.models; "
-            f"export it in "
-            "your own code with export.program"
+            "export it in your own code with export.program"
         )
     fields = {}
     for field in dataclasses.fields(model):
@@ -83,8 +82,7 @@ def record(
         if not _plain(value):
             raise TypeError(
                 f"export.record: {kind.__name__}.{field.name} is a {type(value).__name__}, which "
-                f"cannot be "
-                "recorded; export the model in your own code with export.program"
+                "cannot be recorded; export the model in your own code with export.program"
             )
         fields[field.name] = value
     data = {

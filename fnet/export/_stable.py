@@ -37,9 +37,8 @@ class Unsupported(NotImplementedError):
         self.primitive, self.path = primitive, path
         super().__init__(
             f"the operation {primitive!r} at {path or 'the top level'!r} has no form that is "
-            f"independent "
-            f"of JAX{f' ({why})' if why else ''}; write this part of the model with other "
-            f"operations"
+            f"independent of JAX{f' ({why})' if why else ''}; write this part of the model with "
+            "other operations"
         )
 
 

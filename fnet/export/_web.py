@@ -124,9 +124,8 @@ def _image(program) -> tuple[int, int, int, int, str]:
         ):
             return (*fixed, inputs[0]["dtype"])
     raise ValueError(
-        f"export.web: expected a program from one image, such as float32[b, 28, 28, 1], to scores "
-        f"[b, "
-        f"classes]; got {' and '.join(map(_text, inputs))} to {_text(output)}"
+        "export.web: expected a program from one image, such as float32[b, 28, 28, 1], to scores "
+        f"[b, classes]; got {' and '.join(map(_text, inputs))} to {_text(output)}"
     )
 
 

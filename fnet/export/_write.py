@@ -229,8 +229,7 @@ def _tokenizer_files(tokenizer) -> list[Path]:
         ):
             raise ValueError(
                 f"Program.save: {file} is no file of a tokenizer (.json, .txt, .model, .bin or "
-                f".jinja, at "
-                f"most {_reader._SMALL:,} bytes)"
+                f".jinja, at most {_reader._SMALL:,} bytes)"
             )
     return files
 

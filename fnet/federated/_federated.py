@@ -82,8 +82,7 @@ def clients(parts: Sequence[Any]) -> Clients:
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(
                 f"clients: client {i} has arrays of {sorted(lengths)} examples; expected the same "
-                f"number "
-                "for each, at least 1"
+                "number for each, at least 1"
             )
         sizes.append(lengths.pop())
     longest = max(sizes)
@@ -300,8 +299,7 @@ def fedavg(
     }:
         raise ValueError(
             f"fedavg: process {jax.process_index()} has none of the devices; give each process "
-            f"one, as in "
-            "devices=jax.devices()"
+            "one, as in devices=jax.devices()"
         )
     if not isinstance(local_step, Local):
         plain = local_step

@@ -125,9 +125,8 @@ def _estimated(cpu: CPU, devices: int) -> Chip:
         bases=FrozenTable({**dict.fromkeys(peaks, "estimated"), "memory_bytes": "measured"}),
         sources=(raw()["per_cycle"]["cpu_core"]["source"],),
         notes=(
-            f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {clock}. "
-            f"Instruction sets: {', '.join(cpu.flags)}. "
-            "measure() replaces the estimate by a measurement."
+            f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {clock}. Instruction "
+            f"sets: {', '.join(cpu.flags)}. measure() replaces the estimate by a measurement."
         ),
     )
 

@@ -74,8 +74,7 @@ def measure(
     bandwidth = _copy(device, copy_bytes, seconds) * share
     note = (
         f"Measured with jax {jax.__version__} on {time.strftime('%Y-%m-%d')}: matmuls of side "
-        f"{size}, a copy of "
-        f"{copy_bytes / 2**20:.4g} MiB, the best of several."
+        f"{size}, a copy of {copy_bytes / 2**20:.4g} MiB, the best of several."
     )
     if failed:
         note += f" Not measured: {'; '.join(failed)}."

@@ -197,12 +197,10 @@ _FAMILIES = {
         "CPU with AMX",
         ("float32",),
         "AMX multiplies bfloat16 several times faster than float32, but whether training gains was "
-        "not "
-        "measured here",
+        "not measured here",
         ("bfloat16", "float32"),
         "AMX multiplies bfloat16 about four times faster than float32 (xla issue 10556); not "
-        "measured "
-        "here",
+        "measured here",
     ),
     "unknown": _Family(
         "unknown", ("float32",), "it is not known what it accelerates, and float32 runs everywhere"

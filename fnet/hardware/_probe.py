@@ -71,10 +71,9 @@ def verdict(probe: Probe, mode: str) -> tuple[str, str, str]:
         conv,
         (
             f"bfloat16 took {probe.dot:.2f} of float32's {times} for a matrix product and "
-            f"{probe.conv:.2f} for a "
-            f"convolution, {passes}, in the probe of {probe.date} with jaxlib {probe.jaxlib}; it "
-            f"is selected up to "
-            f"{DOT_AT_MOST:g}, and for convolutions up to {CONV_AT_MOST:g}"
+            f"{probe.conv:.2f} for a convolution, {passes}, in the probe of {probe.date} with "
+            f"jaxlib {probe.jaxlib}; it is selected up to {DOT_AT_MOST:g}, and for convolutions up "
+            f"to {CONV_AT_MOST:g}"
         ),
     )
 

@@ -150,8 +150,8 @@ class Profile:
         )
         footer = [
             f"mean of {self.steps} step{'s' if self.steps > 1 else ''}; {self.spanning:.1%} of the "
-            f"operations' "
-            "time is in fusions of several paths, which count for the path of their root",
+            "operations' time is in fusions of several paths, which count for the path of their "
+            "root",
             f"longest operations: {longest}; bound: roofline of {self.chip.name}",
             *(f"note: {note}" for note in self.notes),
         ]
@@ -222,8 +222,7 @@ def profile(
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
         raise TypeError(
             "profile: expected arrays, got a jax.ShapeDtypeStruct, which has no values; "
-            "introspect.summary "
-            "takes shapes"
+            "introspect.summary takes shapes"
         )
     check_function("profile", step)
     run = step if hasattr(step, "lower") else jax.jit(step)

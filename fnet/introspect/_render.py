@@ -99,9 +99,8 @@ def _table(summary, *, notes: bool) -> Table:
     footer = [_footer(summary)]
     if summary.temporary_bytes is not None:
         footer.append(
-            f"temporary memory of the compiled forward and backward pass: "
-            f"{si(summary.temporary_bytes)}B; "
-            f"kept activations: {si(summary.total.kept_bytes)}B"
+            "temporary memory of the compiled forward and backward pass: "
+            f"{si(summary.temporary_bytes)}B; kept activations: {si(summary.total.kept_bytes)}B"
         )
     footer += (f"note: {note}" for note in summary.notes if notes)
     return Table(_TITLES, 2, rows, footer)

@@ -120,8 +120,7 @@ def start(folder: str | os.PathLike) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             "profile: another profile is running in this process, and JAX runs one at a time; stop "
-            "it "
-            f"first (jax.profiler.stop_trace()): {error}"
+            f"it first (jax.profiler.stop_trace()): {error}"
         ) from error
 
 

@@ -15,8 +15,7 @@ def check_function(who: str, f: Any) -> None:
     if not callable(f):
         raise TypeError(
             f"{who}: expected a function, got {'None' if f is None else f'a {type(f).__name__}'}; "
-            f"pass the "
-            "function itself, not its result"
+            "pass the function itself, not its result"
         )
 
 

@@ -166,8 +166,7 @@ def mask_of(mask: jax.Array, shape: tuple[int, ...], what: str) -> jax.Array:
     if not fits or mask.dtype != jnp.bool_:
         raise ValueError(
             f"{what} must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] "
-            f"of "
-            f"{shape}; got {mask.dtype}{list(mask.shape)}"
+            f"of {shape}; got {mask.dtype}{list(mask.shape)}"
         )
     return mask.reshape(full)
 
@@ -181,8 +180,8 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     ):
         raise ValueError(
             "dot_product_attention: expected query [batch, time, heads, head_dim], and key and "
-            "value "
-            f"[batch, keys, key/value heads, head_dim] with equal batch and head_dim; got {shapes}"
+            "value [batch, keys, key/value heads, head_dim] with equal batch and head_dim; got "
+            f"{shapes}"
         )
     if not key.shape[2] or query.shape[2] % key.shape[2]:
         raise ValueError(

@@ -353,8 +353,7 @@ class Attention(Layer):
         if positions.shape not in (x.shape[:2], x.shape[1:2]):
             raise ValueError(
                 f"Attention at {scope}: positions must be [batch, time] {x.shape[:2]} or [time]; "
-                f"got "
-                f"{positions.shape}"
+                f"got {positions.shape}"
             )
         return jnp.broadcast_to(positions if positions.ndim == 2 else positions[None], x.shape[:2])
 
@@ -373,8 +372,7 @@ class Attention(Layer):
         if len(held) != 4 or held[:2] != (batch, groups) or held[3] != dim:
             raise ValueError(
                 f"Attention at {scope}: keys {k.shape} do not match the cache {held}; create it "
-                f"with "
-                "model.cache for inputs of this batch size"
+                "with model.cache for inputs of this batch size"
             )
         return cache
 

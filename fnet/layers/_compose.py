@@ -124,8 +124,7 @@ class Residual(_Children):
         if y.shape != x.shape:
             raise ValueError(
                 f"Residual at {scope}: the output {y.shape} and the input {x.shape} must have one "
-                f"shape; "
-                "pass a shortcut that maps the input to the output's shape"
+                "shape; pass a shortcut that maps the input to the output's shape"
             )
         return x + y
 

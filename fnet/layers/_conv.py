@@ -222,8 +222,7 @@ def _kernel(who: str, layer: Any, scope: Scope, x: jax.Array, window: tuple[int,
     if inputs % groups or layer.features % groups:
         raise ValueError(
             f"{who} at {scope}: the input's {inputs} channels and features={layer.features} must "
-            f"be "
-            f"multiples of groups={groups}"
+            f"be multiples of groups={groups}"
         )
     out = "out" if groups == 1 else f"{groups}*out"
     return scope.param(
@@ -340,8 +339,7 @@ def pads(
             return [((dilation[0] if dilation else 1) * (window[0] - 1), 0)]
         raise ValueError(
             f"{who} at {scope}: padding must be 'SAME', 'VALID', 'CAUSAL' (one dimension) or "
-            f"explicit; "
-            f"got {padding!r} for {dims} dimensions"
+            f"explicit; got {padding!r} for {dims} dimensions"
         )
     if isinstance(padding, int):
         return [(padding, padding)] * dims
@@ -349,7 +347,6 @@ def pads(
     if len(pairs) != dims or any(len(pair) != 2 for pair in pairs):
         raise ValueError(
             f"{who} at {scope}: explicit padding must be a number or a (before, after) pair for "
-            f"each of "
-            f"{dims} dimensions; got {padding}"
+            f"each of {dims} dimensions; got {padding}"
         )
     return pairs

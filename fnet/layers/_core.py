@@ -309,8 +309,7 @@ def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
         if args:
             raise TypeError(
                 f"{name}: expected options by keyword, because this constructs a layer; to call "
-                f"it, write "
-                f"{name}(...)(scope, x)"
+                f"it, write {name}(...)(scope, x)"
             )
         construct(self, **options)
 
@@ -324,8 +323,7 @@ def _call(layer: Layer, function: Callable, where: Any, inputs: tuple, options: 
         if options and any(word in options for word in _RESERVED):
             raise TypeError(
                 f"{name} at {quote(where._place.path)}: inside a model, the scope provides state, "
-                f"key and "
-                "train; omit them"
+                "key and train; omit them"
             )
         place, run = where._place, where._place.run
         outer, path = run.here, place.path
@@ -464,8 +462,7 @@ def _check_inputs(name: str, function: Callable, first: int = 1) -> None:
         if parameter in _RESERVED:
             raise TypeError(
                 f"{name}: {parameter!r} is a reserved name and cannot be an input; rename it, or "
-                f"use "
-                "scope.key(), scope.state(...) or scope.train"
+                "use scope.key(), scope.state(...) or scope.train"
             )
 
 
@@ -474,8 +471,7 @@ def _check_train(train: Any) -> None:
         given = f"an array {train.shape}" if hasattr(train, "shape") else describe(train)
         raise TypeError(
             f"train= must be True or False when the model is traced; got {given} (with jax.jit, "
-            f"use "
-            "static_argnames='train')"
+            "use static_argnames='train')"
         )
 
 

@@ -155,8 +155,7 @@ def _check(
     ):
         raise ValueError(
             f"linear_cross_entropy: expected a floating-point kernel [{x.shape[-1]}, vocab_size] "
-            f"for x of "
-            f"shape {list(x.shape)}; got {kernel.dtype}{list(kernel.shape)}"
+            f"for x of shape {list(x.shape)}; got {kernel.dtype}{list(kernel.shape)}"
         )
     if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(

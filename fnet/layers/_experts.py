@@ -87,8 +87,7 @@ class MixtureOfExperts(Layer):
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(
                 f"MixtureOfExperts at {scope}: expected 1 <= top_k <= experts, got "
-                f"top_k={self.top_k} and "
-                f"{self.experts} experts"
+                f"top_k={self.top_k} and {self.experts} experts"
             )
         if self.capacity is not None and not self.capacity > 0:
             raise ValueError(

@@ -122,8 +122,7 @@ def assigned(layer: Any, name: str, fields: Iterable[str]) -> str:
         return f"cannot assign to field {name!r}: {kind} is immutable; use dataclasses.replace(layer, {name}=...)"
     return (
         f"cannot assign {kind}.{name}: a layer is immutable; declare options as fields of the "
-        f"class, and create "
-        f"layers in forward, e.g. nn.Dense(10)(scope[{name!r}], x)"
+        f"class, and create layers in forward, e.g. nn.Dense(10)(scope[{name!r}], x)"
     )
 
 

@@ -35,10 +35,9 @@ def from_linen(module: Any, train: Any) -> Any:
         )
     if module.scope is not None:
         raise ValueError(
-            f"from_linen: expected a module that is not bound to variables; got a bound "
+            "from_linen: expected a module that is not bound to variables; got a bound "
             f"{type(module).__name__}; pass module.unbind()[0], and its variables as params and "
-            f"state "
-            "(inside another linen module, construct it with parent=None)"
+            "state (inside another linen module, construct it with parent=None)"
         )
     return LinenLayer(_hashable(module), train=train)
 
@@ -141,10 +140,8 @@ class LinenLayer(Layer):
         name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
         raise ValueError(
             f"{self!r}: the initial value of {name!r} depends on the values of the inputs, and a "
-            f"layer is "
-            "initialized from their shapes. Initialize the module itself, and convert what it "
-            "returns: "
-            "params, state = nn.linen_variables(module.init(key, x))"
+            "layer is initialized from their shapes. Initialize the module itself, and convert "
+            "what it returns: params, state = nn.linen_variables(module.init(key, x))"
         )
 
 
@@ -256,8 +253,7 @@ def hold(scope: Scope, record: Any, params: Any, state: Any, owner: Any) -> None
             if tree is None:
                 raise ValueError(
                     f"{owner} needs the state {quote(path)} {leaf.shape}; pass state=, the second "
-                    f"result "
-                    "of model.init"
+                    "result of model.init"
                 )
             held = _spec.get(tree, names)
             if getattr(held, "shape", None) != leaf.shape:

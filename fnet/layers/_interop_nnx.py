@@ -23,8 +23,7 @@ def from_nnx(constructor: Any, args: Any, kwargs: Any) -> Any:
         name = type(constructor).__name__
         raise TypeError(
             f"from_nnx: expected a constructor and its arguments, from_nnx({name}, ...); got a "
-            f"{name} that "
-            "is already constructed; convert its arrays with nnx_variables(module)"
+            f"{name} that is already constructed; convert its arrays with nnx_variables(module)"
         )
     if not callable(constructor):
         raise TypeError(
@@ -213,8 +212,7 @@ def _abstract(layer: Any) -> tuple:
     if loose:
         raise TypeError(
             f"{layer!r}: {'/'.join(_names(loose[0]))!r} is an array outside of a variable; store "
-            f"it as "
-            "nnx.Variable(array), so that it is part of the layer's state"
+            "it as nnx.Variable(array), so that it is part of the layer's state"
         )
     return graph, leaves
 

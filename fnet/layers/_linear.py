@@ -132,8 +132,7 @@ def floating(x: jax.Array, scope: Scope, name: str) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(
             f"{name} at {scope}: expected floating-point input; got {x.dtype}{list(x.shape)}; "
-            f"convert it, "
-            "e.g. x.astype(jnp.float32) / 255 for images"
+            "convert it, e.g. x.astype(jnp.float32) / 255 for images"
         )
     if not x.ndim:
         raise ValueError(f"{name} at {scope}: expected at least one axis; got a scalar")

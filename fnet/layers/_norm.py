@@ -133,8 +133,7 @@ class GroupNorm(Layer):
         if x.ndim < 2 or channels % self.groups:
             raise ValueError(
                 f"GroupNorm at {scope}: expected [batch, ..., channels] with channels a multiple "
-                f"of "
-                f"groups={self.groups}; got shape {x.shape}"
+                f"of groups={self.groups}; got shape {x.shape}"
             )
         scale, bias = _affine(self, scope, (channels,))
         shape = x.shape[0], math.prod(x.shape[1:-1]), self.groups, channels // self.groups

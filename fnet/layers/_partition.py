@@ -69,8 +69,7 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
         if each not in matched:
             raise ValueError(
                 f"partition: the pattern {each!r} matches no parameter that has a gradient; "
-                f"nearest: "
-                f"{nearest_to_pattern(each, paths) or 'there is none'}"
+                f"nearest: {nearest_to_pattern(each, paths) or 'there is none'}"
             )
     trainable = jax.tree.map(lambda chosen, leaf: leaf if chosen else None, selected, params)
     frozen = jax.tree.map(lambda chosen, leaf: None if chosen else leaf, selected, params)
@@ -98,8 +97,7 @@ def combine(*parts: Any) -> Any:
         if len(held) > 1:
             raise ValueError(
                 f"combine: '{keystr(path, simple=True, separator='/')}' is in {len(held)} of the "
-                f"parts: "
-                "pass the two trees that partition returned"
+                "parts: pass the two trees that partition returned"
             )
         return held[0] if held else None
 

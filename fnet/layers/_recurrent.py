@@ -97,8 +97,7 @@ class _Recurrent(Layer):
         if x.ndim != 3:
             raise ValueError(
                 f"{type(self).__name__} at {scope}: expected input [batch, time, features]; got "
-                f"shape "
-                f"{x.shape}"
+                f"shape {x.shape}"
             )
         valid = None if lengths is None else _valid(lengths, x, self, scope)
         carry = self._begin(carry, x, scope)

@@ -114,10 +114,8 @@ class Place:
         if isinstance(known, Mapping) or known.shape != spec.shape:
             raise ValueError(
                 f"{quote((*self.path, name))}: expected shape {spec.shape}, but in the same model "
-                f"it was "
-                f"{'a scope' if isinstance(known, Mapping) else f'{known.shape}'} before; share a "
-                f"scope "
-                "only between layers of one shape, or use another name"
+                f"it was {'a scope' if isinstance(known, Mapping) else f'{known.shape}'} before; "
+                "share a scope only between layers of one shape, or use another name"
             )
         return jnp.zeros(spec.shape, spec.dtype)
 
@@ -241,8 +239,7 @@ class Scope:
             if words is not None and len(words) != len(shape):
                 raise ValueError(
                     f"{quote((*place.path, name))}: expected one name for each axis of shape "
-                    f"{shape}, got "
-                    f"{option}={tuple(words)}"
+                    f"{shape}, got {option}={tuple(words)}"
                 )
         return place.read(
             name,
@@ -340,8 +337,7 @@ class Scope:
         if held is None:
             raise ValueError(
                 f"{self._owner} updates the state {quote((*place.path, name))}, which is missing "
-                f"in the "
-                "state that was passed in; declare it with scope.state"
+                "in the state that was passed in; declare it with scope.state"
             )
         if not place.written:
             place.run.wrote.append(place)
@@ -363,8 +359,7 @@ class Scope:
         if place.run.key is None:
             raise ValueError(
                 f"{self._owner} at {quote(place.path)} needs random numbers; pass "
-                f"key=jax.random.key(...) "
-                "to the model"
+                "key=jax.random.key(...) to the model"
             )
         place.draws += 1
         return jax.random.fold_in(place.key(), place.draws)
@@ -399,8 +394,7 @@ class Scope:
         if not hasattr(layer, "_record"):
             raise TypeError(
                 f"{self._owner} at {self}: expected a layer, got {describe(layer)}; wrap a "
-                f"function in "
-                "nn.Sequential"
+                "function in nn.Sequential"
             )
         if copies is not None and copies < 0:
             raise ValueError(
@@ -464,8 +458,7 @@ class Scope:
                 place = quote((*self._place.path, name))
                 raise ValueError(
                     f"{place} is used twice in one call of {self._owner}; use another name, or, to "
-                    f"share "
-                    f"its parameters, keep the scope in a variable (shared = scope[{name!r}])"
+                    f"share its parameters, keep the scope in a variable (shared = scope[{name!r}])"
                 )
         self._names[kind, name] = now
 
@@ -474,8 +467,7 @@ class Scope:
         if run.blocked or _jax.trace_state() != run.trace:
             raise RuntimeError(
                 f"{self._owner} at {quote(self._place.path)} calls scope.{what} inside a jax "
-                f"transform "
-                "(scan, cond, vmap, jit, ...); use scope.pure"
+                "transform (scan, cond, vmap, jit, ...); use scope.pure"
             )
 
 
@@ -546,6 +538,5 @@ def _check_copies(kind: str, tree: Any, count: Any, path: tuple, owner: Any) -> 
         if shape[:1] != (count,):
             raise ValueError(
                 f"{quote((*path, *below))}: expected shape ({count}, ...) for {count} copies of "
-                f"{owner}, "
-                f"got {shape} in {kind}"
+                f"{owner}, got {shape} in {kind}"
             )

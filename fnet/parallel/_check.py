@@ -18,8 +18,7 @@ def shape(path, x):
     except TypeError:
         raise TypeError(
             f"plan: batch{jax.tree_util.keystr(path)} is a {type(x).__name__}; the leaves of a "
-            f"batch are "
-            "arrays"
+            "batch are arrays"
         ) from None
     return jax.ShapeDtypeStruct(made.shape, made.dtype)
 
@@ -35,8 +34,7 @@ def rows(batch, chips: int) -> int:
             hint = " (if it is a random key, use jax.random.key, which is a scalar)" if key else ""
             raise ValueError(
                 f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} "
-                f"rows, not a "
-                f"multiple of {chips} devices; use "
+                f"rows, not a multiple of {chips} devices; use "
                 f"{' or '.join(str(n) for n in (below, below + chips) if n)} rows{hint}"
             )
         found = max(found, x.shape[0] if x.ndim else 0)
@@ -62,8 +60,7 @@ def state(state, out):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             raise ValueError(
                 f"plan: state{jax.tree_util.keystr(path)} must keep its shape and dtype: init "
-                f"returns "
-                f"{x.dtype}{list(x.shape)}, and the step {y.dtype}{list(y.shape)}"
+                f"returns {x.dtype}{list(x.shape)}, and the step {y.dtype}{list(y.shape)}"
             )
 
 
@@ -93,24 +90,21 @@ def call(plan, state, batch) -> str | None:
         if jax.tree.structure(tree) != jax.tree.structure(wanted):
             return (
                 f"the {name} has another structure than in the plan: {jax.tree.structure(tree)} "
-                f"and "
-                f"{jax.tree.structure(wanted)}"
+                f"and {jax.tree.structure(wanted)}"
             )
     chips = math.prod(plan.mesh.shape[name] for name in plan.axes)
     for path, x in jax.tree.leaves_with_path(batch):
         if jnp.ndim(x) and jnp.shape(x)[0] % chips:
             return (
                 f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} "
-                f"rows, not a "
-                f"multiple of {chips} devices; parallel.feed pads short batches"
+                f"rows, not a multiple of {chips} devices; parallel.feed pads short batches"
             )
     for name, tree, wanted, put in parts:
         for (path, x), where in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(wanted)):
             if isinstance(x, jax.Array) and x.committed and not _placed(x, where):
                 return (
                     f"{name}{jax.tree_util.keystr(path)} does not have the plan's sharding, but "
-                    f"{x.sharding}; call "
-                    f"{put}"
+                    f"{x.sharding}; call {put}"
                 )
     return None
 

@@ -112,14 +112,12 @@ def price(target: Target, seconds: float, count: int) -> list[str]:
         dollars = hours * hourly.usd
         said.append(
             f"${dollars:.3g} a step, ${dollars / count * 1e6:.3g} a million UNITS (${hourly.usd:g} "
-            f"an hour and "
-            f"chip, {hourly.date}, {hourly.source})"
+            f"an hour and chip, {hourly.date}, {hourly.source})"
         )
     if chip.power_watts:
         energy = hours * chip.power_watts
         said.append(
             f"{energy:.3g} Wh a step, {energy / count * 1e6:.3g} Wh a million UNITS "
-            f"({chip.power_watts:g} W a "
-            "chip)"
+            f"({chip.power_watts:g} W a chip)"
         )
     return said

@@ -51,8 +51,7 @@ def table(plan) -> str:
     elif not plan.attached and plan.chip.kind == "gpu":
         said += [
             "Compiled without a GPU: this shows the partitioning and the memory of the program, "
-            "but not which "
-            "cuDNN kernels it would use."
+            "but not which cuDNN kernels it would use."
         ]
     return "\n".join(said)
 
@@ -169,8 +168,8 @@ def _costs(plan) -> list[str]:
     ]
     said = [
         f"a step at the chips' peak rates (estimated): {seconds_text(time.seconds)}, bound by "
-        f"{time.bound} "
-        f"({', '.join(parts)}), {units.count / time.seconds:,.0f} {units.name}/s at most"
+        f"{time.bound} ({', '.join(parts)}), {units.count / time.seconds:,.0f} {units.name}/s at "
+        "most"
     ]
     return said + [
         "at that speed (estimated): " + each.replace("UNITS", units.name)
@@ -190,8 +189,7 @@ def nothing_fits(target, judged, room, most) -> str:
     smaller = f" of at most {rows:,} rows (estimated)" if rows else ""
     return (
         f"plan: nothing fits into {memory / 2**30:.1f} GiB on each of {target}; {least.strategy} "
-        f"needs least, "
-        f"{least.peak / 2**30:.1f} GiB ({how}); use a smaller batch{smaller}, ft.microbatch with a "
-        f"keyword "
-        f"microbatches of the step, or more devices. Its largest arrays (estimated): {largest}"
+        f"needs least, {least.peak / 2**30:.1f} GiB ({how}); use a smaller batch{smaller}, "
+        "ft.microbatch with a keyword microbatches of the step, or more devices. Its largest "
+        f"arrays (estimated): {largest}"
     )

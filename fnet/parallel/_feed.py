@@ -73,14 +73,12 @@ def feed(
     if not plan.attached:
         raise ValueError(
             f"feed: this plan is for {plan.mesh.size} x {plan.chip.name}, which are not attached; "
-            f"use "
-            "devices='local' or jax.devices() to run it"
+            "use devices='local' or jax.devices() to run it"
         )
     if not hasattr(batches, "__iter__"):
         raise TypeError(
-            f"feed: batches must be iterable, e.g. a list or a generator such as (batches(i) for i "
-            f"in "
-            f"range(steps)); got {type(batches).__name__}"
+            "feed: batches must be iterable, e.g. a list or a generator such as (batches(i) for i "
+            f"in range(steps)); got {type(batches).__name__}"
         )
     if timeout <= 0:
         raise ValueError(f"feed: timeout must be > 0 seconds; got {timeout}")
@@ -156,8 +154,7 @@ class _Peers:
                     self.channel.leave(why)
                     raise PeersGone(
                         f"feed: {me}, this one, {why}, at batch {at}, so the others stop waiting; "
-                        f"check "
-                        "the source of its batches, or increase timeout="
+                        "check the source of its batches, or increase timeout="
                     ) from None
         if error is not None:
             self.taken.set()
@@ -221,6 +218,5 @@ class _Peers:
             return END
         return (
             f"feed: {name(out[0])} has no more batches after {at}, but others have; "
-            f"{self.rows.why}, so its rows "
-            f"cannot be padded; {self.rows.choices}"
+            f"{self.rows.why}, so its rows cannot be padded; {self.rows.choices}"
         )

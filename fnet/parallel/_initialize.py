@@ -75,8 +75,7 @@ def initialize(
         there = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
         raise ValueError(
             f"initialize: expected {' and '.join(missing)} together with {there}, because JAX "
-            f"detects no "
-            "cluster here; pass all three, or none for a single process"
+            "detects no cluster here; pass all three, or none for a single process"
         )
     count = _jax.processes.cluster_size() if num_processes is None else num_processes
     if count in (None, 0, 1):
@@ -86,8 +85,7 @@ def initialize(
     if _jax.processes.backend_is_up():
         raise RuntimeError(
             "initialize: JAX is already initialized with the devices of this process; call "
-            "initialize "
-            "before creating an array and before jax.devices()"
+            "initialize before creating an array and before jax.devices()"
         )
     which = (
         f"process {process_id} of {count}"

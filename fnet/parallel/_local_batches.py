@@ -66,8 +66,8 @@ class LocalBatches:
         )
         self.choices = (
             f"weight the loss by batch{path}, float32 [rows], in step and plan; or omit short "
-            f"batches "
-            "with drop_remainder=True; or use a number of rows and devices that every batch fills"
+            "batches with drop_remainder=True; or use a number of rows and devices that every "
+            "batch fills"
         )
         if has:
             self.at = self.paths.index(path)
@@ -190,8 +190,7 @@ class LocalBatches:
         given = [f"batch{keystr(path)}" for path, _ in jax.tree.leaves_with_path(batch)]
         raise ValueError(
             f"feed: expected {', '.join('batch' + path for path in self.paths)} as in the plan; "
-            f"got "
-            f"{', '.join(given) or 'nothing'}"
+            f"got {', '.join(given) or 'nothing'}"
         )
 
     def _padded(self, i: int, x: np.ndarray, share: int) -> np.ndarray:

@@ -91,8 +91,7 @@ def applied(
             if path in found:
                 raise ValueError(
                     f"plan: two rules match {path} {list(shape)}: {found[path][0]!r} and "
-                    f"{pattern!r}; "
-                    "expected one for each parameter"
+                    f"{pattern!r}; expected one for each parameter"
                 )
             _check(pattern, spec, path, shape, mesh)
             found[path] = pattern, spec
@@ -103,8 +102,7 @@ def _check(pattern, spec, path, shape, mesh):
     if len(spec) > len(shape):
         raise ValueError(
             f"plan: the rule {pattern!r}: {spec} is for {len(spec)} axes, but {path} {list(shape)} "
-            f"has "
-            f"{len(shape)}"
+            f"has {len(shape)}"
         )
     named = [name for name in spec if name is not None]
     for name in named:
@@ -112,8 +110,7 @@ def _check(pattern, spec, path, shape, mesh):
             there = [axis for axis in mesh if axis not in ("data", "slice")]
             raise ValueError(
                 f"plan: the rule {pattern!r} for {path} {list(shape)} uses the mesh axis {name!r}; "
-                f"available are "
-                f"{', '.join(there) or 'none; pass mesh= with such an axis'}"
+                f"available are {', '.join(there) or 'none; pass mesh= with such an axis'}"
             )
     if len(set(named)) < len(named):
         raise ValueError(
@@ -124,6 +121,5 @@ def _check(pattern, spec, path, shape, mesh):
             nearest = next(n for n in range(mesh[name], 0, -1) if size % n == 0)
             raise ValueError(
                 f"plan: the rule {pattern!r} splits axis {axis} of {path} {list(shape)} over "
-                f"{name!r}, "
-                f"but {size} is not a multiple of {mesh[name]}; use {name}={nearest}"
+                f"{name!r}, but {size} is not a multiple of {mesh[name]}; use {name}={nearest}"
             )

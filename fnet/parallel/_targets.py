@@ -38,8 +38,7 @@ _LIBTPU = {
 }
 _FORMS = (
     "'local', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p:4x4x4*2', GPUs such as "
-    "'h100:4x8' (4 "
-    "machines of 8), a chip such as 'RTX 3080', or a system such as 'dgx-1'"
+    "'h100:4x8' (4 machines of 8), a chip such as 'RTX 3080', or a system such as 'dgx-1'"
 )
 
 
@@ -196,9 +195,8 @@ def _machines(name, chip, shape, repeated) -> Target:
     machines, each = (1, shape[0]) if len(shape) == 1 else shape[:2]
     if len(shape) > 2 or not machines * each * repeated:
         raise ValueError(
-            f"plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, "
-            f"'h100:8'; got "
-            f"{name!r}"
+            "plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, "
+            f"'h100:8'; got {name!r}"
         )
     machines *= repeated
     return _absent(name, chip, machines * each, machines)
@@ -210,8 +208,7 @@ def _slice(name, kind, shape, slices) -> Target:
     if len(shape) != axes or not all(shape) or not slices:
         raise ValueError(
             f"plan: slices of {chip.name} have {axes} axes, e.g. "
-            f"'{kind}:{'x'.join(['2'] * axes)}'; got "
-            f"{name!r}"
+            f"'{kind}:{'x'.join(['2'] * axes)}'; got {name!r}"
         )
     rates = _rates(chip, shape, math.prod(shape) * chip.jax_devices_per_chip, ring)
     count = math.prod(shape) * slices * chip.jax_devices_per_chip

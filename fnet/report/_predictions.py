@@ -82,8 +82,7 @@ def _mistakes(mistakes) -> str:
         )
         figures.append(
             f"<figure>{image}<figcaption><b>{escape(each['label'])}</b> taken for "
-            f"<b>{escape(each['guess'])}"
-            f"</b>{sure}{index}</figcaption></figure>"
+            f"<b>{escape(each['guess'])}</b>{sure}{index}</figcaption></figure>"
         )
     return (
         f'<h3>Worst mistakes, the surest first</h3><div class="mistakes">{"".join(figures)}</div>'

@@ -109,8 +109,7 @@ def halving(
     if not 1 <= first <= steps or eta < 2:
         raise ValueError(
             f"halving: expected 1 <= first <= steps and eta >= 2; got first={first}, "
-            f"steps={steps}, "
-            f"eta={eta}"
+            f"steps={steps}, eta={eta}"
         )
     n, at, used = members_of(hyper), 0, 0
     state, indices, rungs = init_n(key, hyper), np.arange(n), []

@@ -35,9 +35,8 @@ class Fits:
     def __str__(self):
         return (
             f"{self.vmap:,} members with vmap, {self.loop:,} one by one "
-            f"({self.memory / 2**30:,.1f} GiB of memory; "
-            f"each {self.state / 2**20:,.1f} MiB of state, {self.working / 2**20:,.1f} MiB of "
-            f"activations)"
+            f"({self.memory / 2**30:,.1f} GiB of memory; each {self.state / 2**20:,.1f} MiB of "
+            f"state, {self.working / 2**20:,.1f} MiB of activations)"
         )
 
 

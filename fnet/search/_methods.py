@@ -276,8 +276,8 @@ def checked(step: Callable) -> Callable:
         if jax.tree.structure(result[0]) != jax.tree.structure(state):
             raise TypeError(
                 "population: step(state, batch, hyper) must return a state with the structure of "
-                "the one "
-                f"it takes; {jax.tree.structure(state)} became {jax.tree.structure(result[0])}"
+                f"the one it takes; {jax.tree.structure(state)} became "
+                f"{jax.tree.structure(result[0])}"
             )
         return result[0], of_members(as_metrics(result[1]))
 

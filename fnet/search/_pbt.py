@@ -61,9 +61,8 @@ def evolve(
     count = min(max(1, round(fraction * n)), n // 2)  # no member is both a parent and replaced
     if not 0 < fraction <= 0.5 or not 0 <= resample <= 1 or n < 2:
         raise ValueError(
-            f"evolve: expected at least 2 members, fraction in (0, 0.5] and resample in [0, 1]; "
-            f"got {n} "
-            f"members, {fraction} and {resample}"
+            "evolve: expected at least 2 members, fraction in (0, 0.5] and resample in [0, 1]; got "
+            f"{n} members, {fraction} and {resample}"
         )
     for name, kind in space.items():
         if name not in state.hyper or isinstance(kind, Choice):

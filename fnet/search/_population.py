@@ -115,8 +115,7 @@ def _init(init, mesh):
         if mesh is not None and n % mesh.size:
             raise ValueError(
                 f"population: {n} members cannot be divided evenly among {mesh.size} devices; use "
-                f"a "
-                f"multiple of {mesh.size} members"
+                f"a multiple of {mesh.size} members"
             )
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
         if mesh is None:
@@ -153,9 +152,8 @@ def members_of(hyper: Any) -> int:
             or "no array"
         )
         raise ValueError(
-            f"population: expected hyperparameters with one value for each member, arrays of the "
-            f"same "
-            f"length; got {known}"
+            "population: expected hyperparameters with one value for each member, arrays of the "
+            f"same length; got {known}"
         )
     return int(next(iter(sizes.values()))[0])
 

@@ -65,8 +65,7 @@ def check_rows(model: Served, max_batch: int) -> None:
     if loops:
         raise Dependent(
             "the program has a while loop, which the rows of a batch share, so hostile rows could "
-            "keep the "
-            "test running forever"
+            "keep the test running forever"
         )
     known = {min(1 << i, max_batch) for i in range(max_batch.bit_length() + 1)} | {
         2,
@@ -238,8 +237,7 @@ class _Rows:
                 if not _close(got[i : i + 1], want, tolerance):
                     raise Dependent(
                         f"the output {name!r} of a row depends on the other rows of a batch, as a "
-                        f"test "
-                        f"with {len(got)} rows shows"
+                        f"test with {len(got)} rows shows"
                     )
 
 
@@ -281,8 +279,7 @@ def _require_information(model, results, what):
         why = "are equal"
     raise Dependent(
         f"the outputs of all test inputs {why}, so the test shows nothing about {what}; save the "
-        f"bundle "
-        "with realistic inputs, Program.save(tests=...)"
+        "bundle with realistic inputs, Program.save(tests=...)"
     )
 
 
@@ -362,8 +359,7 @@ def several(model: Served) -> list[dict[str, int]]:
     if not found:
         raise Dependent(
             f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so nothing "
-            f"can be "
-            "tested"
+            "can be tested"
         )
     return found[:2]
 
@@ -390,8 +386,7 @@ def natural(model: Served, names: set[str]) -> list[dict[str, int]]:
     if not found:
         raise Dependent(
             f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so the "
-            f"padding of "
-            f"{', '.join(names)} cannot be tested"
+            f"padding of {', '.join(names)} cannot be tested"
         )
     name = min(names)
     ends = [sizes for sizes in found if {sizes[name] - 1, sizes[name] + 1} & {0, *model.pad[name]}]

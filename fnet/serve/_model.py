@@ -117,8 +117,7 @@ class Model:
             if any(name in _words(n) and n != name for _, leaf in both for n in leaf["shape"]):
                 raise ValueError(
                     f"serve: {self.name}: inputs or outputs have sizes computed from {name!r}; it "
-                    f"cannot "
-                    "be padded"
+                    "cannot be padded"
                 )
 
     def bound(self, arrays: list[np.ndarray]) -> list:

@@ -116,8 +116,7 @@ def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.n
     ):
         raise Invalid(
             f"Inference-Header-Content-Length is {length[:40]!r}, expected at most the {len(body)} "
-            f"bytes of "
-            "the body"
+            "bytes of the body"
         )
     end = len(body) if length is None else int(length)
     request, rest = read_json(body[:end]), memoryview(body)[end:]
@@ -209,8 +208,7 @@ def _tensor(name, tensor, dtype, rest):
     if array.size != count or (array.size and array.dtype.kind not in _KINDS[np.dtype(dtype).kind]):
         raise Invalid(
             f"the data of the input {name!r} must have {count} numbers of datatype {code}, got "
-            f"{array.size} "
-            f"of the type {array.dtype.name}"
+            f"{array.size} of the type {array.dtype.name}"
         )
     if np.dtype(dtype).kind in "ui" and array.size:
         limits = np.iinfo(dtype)

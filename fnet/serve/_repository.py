@@ -62,8 +62,7 @@ class Repository:
         if not _NAME.fullmatch(name) or not version.isdigit() or version in held:
             raise ValueError(
                 f"serve: {text!r}: expected FILE, NAME=FILE or NAME:VERSION=FILE with a name of "
-                f"letters, "
-                "digits, '.', '_' and '-', and a number that is not used twice"
+                "letters, digits, '.', '_' and '-', and a number that is not used twice"
             )
         bundle = load(path)
         entries = list(bundle.entries)

@@ -96,8 +96,7 @@ class Layout:
         if len(roles) != len(shape):
             raise ValueError(
                 f"{who}: axes= names {len(roles)} axes of {leaf.shown} "
-                f"({' '.join(map(str, roles))}): "
-                "write one word for each axis"
+                f"({' '.join(map(str, roles))}): write one word for each axis"
             )
         for role, size in zip(roles, shape):
             count, star, word = (role or "").partition("*")
@@ -289,8 +288,7 @@ class Axes:
                 if isinstance(words, str) and not any(_matches(pattern, leaf) for leaf in every):
                     raise ValueError(
                         f"{self.who}: the pattern {pattern!r} of axes= matches no parameter; "
-                        f"nearest: "
-                        f"{nearest_to_pattern(pattern, paths)}"
+                        f"nearest: {nearest_to_pattern(pattern, paths)}"
                     )
 
 

@@ -117,8 +117,8 @@ class _Probe:
                 if (weights[i] < -_NEAR).any() or (weights[i] > 1 + _NEAR).any():
                     raise ValueError(
                         f"batch_statistics: batch {number} changes '{self._path(i)}' in another "
-                        f"way than "
-                        "batch 0: expected running averages, new = m * old + (1 - m) * statistic"
+                        "way than batch 0: expected running averages, new = m * old + (1 - m) * "
+                        "statistic"
                     )
         return new, weights
 
@@ -146,8 +146,7 @@ class _Probe:
         if jax.tree.structure(new) != self.structure:
             raise ValueError(
                 "batch_statistics: expected f to return (output, new state) with the structure of "
-                "state "
-                f"{self.structure}; got {jax.tree.structure(new)}"
+                f"state {self.structure}; got {jax.tree.structure(new)}"
             )
         leaves = jax.tree.leaves(new)
         others = {i: x for i, x in enumerate(leaves) if i not in self.floats}
@@ -257,8 +256,8 @@ class _Probe:
                 return self._whole(cast, leaves)
         raise ValueError(
             "batch_statistics: the output of the model depends on the counters of its state in an "
-            "unknown "
-            "way: expected averages that are divided by 1 - m ** counter, and equal counters"
+            "unknown way: expected averages that are divided by 1 - m ** counter, and equal "
+            "counters"
         )
 
     def _counters(self):

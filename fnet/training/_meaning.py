@@ -15,8 +15,7 @@ from fnet.training._decays import decays
 
 _NEW_RUN = (
     "Continue the run with the release of fnet that began it, or begin a new run with its "
-    "parameters, which "
-    "tr.load(workdir).params returns"
+    "parameters, which tr.load(workdir).params returns"
 )
 _EXPLAINED = {
     "layers_apart": "the optimizer now treats each layer of a stack by itself; when the run began, all layers of a "
@@ -26,9 +25,8 @@ _EXPLAINED = {
 }
 _WIDENED = (
     "averages of 16-bit parameters are now stored in float32, because they did not move in 16 "
-    "bits. "
-    "tr.restore(workdir, state, cast=True) converts the checkpoint; pass its result to fit with a "
-    "new workdir"
+    "bits. tr.restore(workdir, state, cast=True) converts the checkpoint; pass its result to fit "
+    "with a new workdir"
 )
 
 

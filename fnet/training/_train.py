@@ -232,22 +232,19 @@ def _parts(batch: Any, inputs: str, targets: str) -> tuple[Any, Any, Any]:
         if not {inputs, targets} <= batch.keys():
             raise TypeError(
                 f"train: expected batches with '{inputs}' and '{targets}', got {sorted(batch)}: "
-                f"pass "
-                "inputs= and targets=, their names"
+                "pass inputs= and targets=, their names"
             )
         if unused := sorted(batch.keys() - {inputs, targets, WEIGHT}):
             raise TypeError(
                 f"train: the batches have {unused}, which train does not use: leave them out, or "
-                f"write a "
-                f"step for tr.fit. train uses '{inputs}', '{targets}' and '{WEIGHT}'"
+                f"write a step for tr.fit. train uses '{inputs}', '{targets}' and '{WEIGHT}'"
             )
         return batch[inputs], batch[targets], batch.get(WEIGHT)
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise TypeError(
             f"train: expected batches (x, y) or (x, y, weight), or dicts with '{inputs}' and "
-            f"'{targets}', "
-            f"got a {type(batch).__name__}{count}"
+            f"'{targets}', got a {type(batch).__name__}{count}"
         )
     x, y, weight = (*batch, None)[:3]
     return x, y, weight

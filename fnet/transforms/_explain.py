@@ -149,9 +149,8 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     while not any(hasattr(inner, name) for name in ("autocast", "tuned", "implicit", "explained")):
         if not hasattr(inner, "__wrapped__"):
             raise ValueError(
-                f"explain: expected a function returned by autocast, tune or use_implicit_arrays; "
-                f"got "
-                f"{getattr(f, '__name__', f)!r}. Call explain(ft.autocast(f), *args)"
+                "explain: expected a function returned by autocast, tune or use_implicit_arrays; "
+                f"got {getattr(f, '__name__', f)!r}. Call explain(ft.autocast(f), *args)"
             )
         inner = inner.__wrapped__
     if hasattr(inner, "explained"):

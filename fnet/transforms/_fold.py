@@ -147,7 +147,6 @@ def fold(f: Callable, params: Any, state: Any = None) -> Callable:
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
                 f"fold: expected fixed parameters, but {jax.tree_util.keystr(path[1:])} is traced; "
-                f"call "
-                "fold outside of jit, grad and vmap"
+                "call fold outside of jit, grad and vmap"
             )
     return Folded(f, params, state)

@@ -88,8 +88,7 @@ def microbatch(
     if weight is not None and not callable(weight):
         raise TypeError(
             "microbatch: weight= must be a function of f's arguments that returns the weight of a "
-            "slice; "
-            f"got {weight!r}"
+            f"slice; got {weight!r}"
         )
     n = int(n)
 
@@ -535,11 +534,9 @@ def _wide(y):
     if jnp.issubdtype(y.dtype, jnp.integer):
         return y.dtype
     raise ValueError(
-        f"microbatch: expected outputs with floating-point dtype (averaged over slices) or integer "
-        f"dtype "
-        f"(summed); got {y.dtype}{list(y.shape)}. If it is the new value of an argument, such as a "
-        f"random "
-        "key, pass carry= with the position of this argument"
+        "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer "
+        f"dtype (summed); got {y.dtype}{list(y.shape)}. If it is the new value of an argument, "
+        "such as a random key, pass carry= with the position of this argument"
     )
 
 

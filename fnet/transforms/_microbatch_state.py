@@ -66,9 +66,8 @@ def declared_state(program: Program, positions: Sequence[int]) -> dict[int, tupl
             )
             raise ValueError(
                 f"microbatch: carry= names argument {position}, whose new value the function must "
-                f"return "
-                f"with the same tree structure, shapes and dtypes; {what} those of the argument: "
-                f"{_described(argument)}"
+                f"return with the same tree structure, shapes and dtypes; {what} those of the "
+                f"argument: {_described(argument)}"
             )
         found[position] = places[0].leaves
     return found
@@ -114,11 +113,9 @@ def _undeclared(place, position, path) -> ValueError:
     )
     return ValueError(
         f"microbatch: the result{place.path} has the structure of argument {position}{path} and is "
-        f"computed from "
-        f"it. Is it the new value of state, such as statistics of a batch normalization? Then pass "
-        f"{carry}: each slice "
-        "starts with the state of the slice before. If it is a value to average or sum over the "
-        "slices, pass carry=()"
+        "computed from it. Is it the new value of state, such as statistics of a batch "
+        f"normalization? Then pass {carry}: each slice starts with the state of the slice before. "
+        "If it is a value to average or sum over the slices, pass carry=()"
     )
 
 
@@ -131,12 +128,10 @@ def _check_counts(program, flow, claimed) -> None:
         if counts and flow.of_integers[i] and not flow.of_batch[i]:
             raise ValueError(
                 f"microbatch: the result{jax.tree_util.keystr(path)} is an integer that is "
-                f"computed from another "
-                "integer and not from the batch, such as a counter. Its sum over the slices would "
-                "be wrong. Pass the "
-                "state as an argument of its own, which is not in argnums=, return its new value "
-                "with the same "
-                "structure, and name its position in carry=. If the sum is right, pass carry=()"
+                "computed from another integer and not from the batch, such as a counter. Its sum "
+                "over the slices would be wrong. Pass the state as an argument of its own, which "
+                "is not in argnums=, return its new value with the same structure, and name its "
+                "position in carry=. If the sum is right, pass carry=()"
             )
 
 

@@ -82,24 +82,21 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
         raise ValueError(
             f"{who}: the pattern {pattern!r} is ambiguous: as a regular expression it matches "
             f"{whole[0].name!r}, as an index {indexed[0].name!r}; write \\[ for an index or (1|2) "
-            f"for a "
-            "choice"
+            "for a choice"
         )
     found = whole or indexed
     if not found:
         names = [site.name for site in sites if site.obstacle is None]
         raise ValueError(
             f"{who}: the pattern {pattern!r} matches no site; nearest: "
-            f"{nearest_to_pattern(pattern, names, 4) or _UNNAMED}. "
-            f"ft.sites(f)(*args) "
-            "lists all sites"
+            f"{nearest_to_pattern(pattern, names, 4) or _UNNAMED}. ft.sites(f)(*args) lists all "
+            "sites"
         )
     for match in found:
         if match.site.obstacle:
             raise ValueError(
                 f"{who}: the site {match.site.name!r} is inside {match.site.obstacle}, where it "
-                f"has no "
-                f"single value; apply {who} to the function inside, or use another pattern"
+                f"has no single value; apply {who} to the function inside, or use another pattern"
             )
     return found
 
@@ -132,8 +129,7 @@ def _indexed(who, pattern, sites) -> list[Match]:
                 if index is not None and not -length <= index < length:
                     raise ValueError(
                         f"{who}: the pattern {pattern!r} has the index {index}, and the scan at "
-                        f"{path!r} "
-                        f"has {length} iterations"
+                        f"{path!r} has {length} iterations"
                     )
             indices = tuple(
                 None if i is None else i % length for (_, length), i in zip(site.scans, indices)

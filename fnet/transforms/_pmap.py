@@ -106,8 +106,7 @@ def pmap(
         if outer:
             raise ValueError(
                 f"pmap: '{mapped.name}' is called inside another pmap or shard_map, which maps the "
-                f"axis "
-                f"{outer[0]!r}. Use jax.vmap inside."
+                f"axis {outer[0]!r}. Use jax.vmap inside."
             )
         if has_modules([arg for i, arg in enumerate(args) if i not in static]):
             if kwargs or static:
@@ -324,8 +323,7 @@ class _Mapped:
             if len(axes) != len(args):
                 raise ValueError(
                     f"pmap: '{self.name}' has {len(args)} positional arguments, but "
-                    f"in_axes={axes!r} "
-                    f"has {len(axes)} entries"
+                    f"in_axes={axes!r} has {len(axes)} entries"
                 )
             axes = axes[i]
         return _broadcast(
@@ -349,8 +347,8 @@ class _Mapped:
             if axis is not None and not -jnp.ndim(y) <= axis + 1 <= jnp.ndim(y) + 1:
                 raise ValueError(
                     f"pmap: result {_named(path)}of '{self.name}' has shape {jnp.shape(y)} on each "
-                    f"device "
-                    f"and {jnp.ndim(y) + 1} axes when stacked; out_axes={axis} is out of range"
+                    f"device and {jnp.ndim(y) + 1} axes when stacked; out_axes={axis} is out of "
+                    "range"
                 )
 
     def checked(self, path, shape, axis):
@@ -361,10 +359,9 @@ class _Mapped:
             name = f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
             raise ValueError(
                 f"pmap: {'keyword ' * path[0].idx}argument {name} has shape {tuple(shape)}; its "
-                f"axis "
-                f"{axis} needs one slice for each of {self.mesh.size} devices. ft.shard splits the "
-                f"rows "
-                "of a batch in this way; with in_axes=None every device gets the complete argument"
+                f"axis {axis} needs one slice for each of {self.mesh.size} devices. ft.shard "
+                "splits the rows of a batch in this way; with in_axes=None every device gets the "
+                "complete argument"
             )
         return where
 
@@ -380,10 +377,8 @@ class _Mapped:
             if axis is None and differs:
                 raise ValueError(
                     f"pmap: result {_named(path)}of shape {y.shape} has out_axes=None and may "
-                    f"differ "
-                    f"between devices: combine it first, e.g. with lax.pmean(..., {self.axis!r}), "
-                    f"or use "
-                    "out_axes=0 to stack it"
+                    "differ between devices: combine it first, e.g. with lax.pmean(..., "
+                    f"{self.axis!r}), or use out_axes=0 to stack it"
                 )
         return ()
 

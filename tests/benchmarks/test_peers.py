@@ -137,8 +137,7 @@ def test_losses_that_disagree():
             PeerError,
             match=re.escape(
                 f"linen does not compute what fnet does: its loss 1 is {wrong:.6g}, fnet's is 1 "
-                f"(relative "
-                "0.0001 allowed); no times were taken"
+                "(relative 0.0001 allowed); no times were taken"
             ),
         ):
             agree("linen", [2.0, wrong], "fnet", [2.0, 1.0], 1e-4)

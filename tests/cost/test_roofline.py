@@ -169,8 +169,7 @@ def test_mfu_says_why_it_is_unknown():
     above = hw.mfu(4e14, 1.0, hw.chips["TPU v5e"], "bfloat16")
     assert above.value is None and above.why == (
         "400 TFLOP/s is above the published peak of 197 TFLOP/s (bf16, TPU v5e): the FLOP count or "
-        "the time is wrong, "
-        "or the step did not do all of its work"
+        "the time is wrong, or the step did not do all of its work"
     )
     guessed = hw.mfu(1e12, 1.0, hw.chips["Intel Core i7-7700K"])
     assert "above the derived peak" in guessed.why and guessed.why.endswith(

@@ -168,8 +168,7 @@ def case(name, dtype, f, *args):
 def _elementwise():
     smooth = (
         "exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh asinh acosh "
-        "atanh sqrt rsqrt "
-        "cbrt erf erfc erf_inv lgamma digamma floor ceil is_finite"
+        "atanh sqrt rsqrt cbrt erf erfc erf_inv lgamma digamma floor ceil is_finite"
     ).split()
     for dtype in FLOATS:
         for name in smooth:

@@ -361,8 +361,7 @@ def test_tokenizer_files(path, tmp_path):
         (
             (np.ones((2, 3), np.int32), np.ones(3, np.int32)),
             "the input 'lengths' has shape (3,), expected int32[b]: axis 0 has size 3, expected b "
-            "= 2, as in axis 0 of the "
-            "input 'tokens'",
+            "= 2, as in axis 0 of the input 'tokens'",
         ),
         ((1, 2, 3), "(tokens, lengths) got 3 inputs"),
     ],

@@ -353,8 +353,7 @@ SPECIAL = np.array(
 )
 FUNCTIONS = (
     "neg sign log log1p expm1 exp2 sinh cosh asinh acosh atanh sqrt rsqrt cbrt abs floor ceil "
-    "is_finite atan "
-    "asin acos"
+    "is_finite atan asin acos"
 ).split()
 
 

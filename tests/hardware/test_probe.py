@@ -69,10 +69,8 @@ def test_the_reason_quotes_the_ratios_the_version_and_the_date():
     probe = _probe.Probe(0.73, 1.02, "wall", "0.10.2", "2026-11-21")
     assert _probe.verdict(probe, "train")[2] == (
         "bfloat16 took 0.73 of float32's time for a matrix product and 1.02 for a convolution, "
-        "forward and backward, "
-        "in the probe of 2026-11-21 with jaxlib 0.10.2; it is selected up to 0.8, and for "
-        "convolutions up "
-        "to 0.9"
+        "forward and backward, in the probe of 2026-11-21 with jaxlib 0.10.2; it is selected up to "
+        "0.8, and for convolutions up to 0.9"
     )
     why = _probe.verdict(probe._replace(clock="processor"), "inference")[2]
     assert (

@@ -85,8 +85,7 @@ def test_bodies(name):
     except (KeyError, AttributeError) as error:
         pytest.fail(
             f"JAX {jax.__version__} moved the parameter {error} of {name!r}: see "
-            f"fnet/jaxpr/_calls.py, bodies; "
-            f"it now has {sorted(equations[0].params)}"
+            f"fnet/jaxpr/_calls.py, bodies; it now has {sorted(equations[0].params)}"
         )
     assert [(sub.kind, sub.times) for sub in found] == expected
     for sub in found:

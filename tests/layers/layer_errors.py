@@ -8,8 +8,7 @@ from fnet import layers as nn
 CAUSAL = nn.Attention(2, causal=True)
 MASK = (
     "Attention at the root: mask must be boolean (True: attend) with shape [t, s], [b, t, s] or "
-    "[b, h, t, s] of "
-    "(2, 2, 4, 4); got "
+    "[b, h, t, s] of (2, 2, 4, 4); got "
 )
 
 LAYER_ERRORS = {
@@ -44,8 +43,7 @@ LAYER_ERRORS = {
         init(nn.Stack(nn.Dense(5), 2), ROWS),
         ValueError,
         "Stack at the root: a block's output must have the shape and dtype of its first input; "
-        "Dense "
-        "maps float32[2, 4] to float32[2, 5]",
+        "Dense maps float32[2, 4] to float32[2, 5]",
     ),
     "stack of fewer than none": (
         init(nn.Stack(nn.Dense(4), -1), ROWS),
@@ -68,8 +66,7 @@ LAYER_ERRORS = {
         init(nn.Conv(4, (3, 3)), IMAGES[0]),
         ValueError,
         "Conv at the root: expected 4 axes for window (3, 3); got shape (8, 8, 3); add a batch "
-        "axis: "
-        "x[None]",
+        "axis: x[None]",
     ),
     "conv strides": (
         init(nn.Conv(4, 3, (1, 2, 3)), IMAGES),
@@ -80,15 +77,13 @@ LAYER_ERRORS = {
         init(nn.Conv(4, 3, padding="same"), IMAGES),
         ValueError,
         "Conv at the root: padding must be 'SAME', 'VALID', 'CAUSAL' (one dimension) or explicit; "
-        "got "
-        "'same' for 2 dimensions",
+        "got 'same' for 2 dimensions",
     ),
     "conv explicit padding": (
         init(nn.Conv(4, 3, padding=[1]), IMAGES),
         ValueError,
         "Conv at the root: explicit padding must be a number or a (before, after) pair for each of "
-        "2 "
-        "dimensions; got (1,)",
+        "2 dimensions; got (1,)",
     ),
     "conv groups": (
         init(nn.Conv(4, 3, groups=2), IMAGES),
@@ -150,8 +145,7 @@ LAYER_ERRORS = {
         init(nn.GroupNorm(3), ROWS),
         ValueError,
         "GroupNorm at the root: expected [batch, ..., channels] with channels a multiple of "
-        "groups=3; "
-        "got shape (2, 4)",
+        "groups=3; got shape (2, 4)",
     ),
     "batch norm without batch": (
         init(nn.BatchNorm(), ROWS[0]),
@@ -164,8 +158,7 @@ LAYER_ERRORS = {
         ),
         ValueError,
         "BatchNorm at the root: weight must have the input's shape without channels (2,), or its "
-        "first "
-        "axes; got (3,)",
+        "first axes; got (3,)",
     ),
     # attention
     "attention on rows": (
@@ -238,7 +231,6 @@ LAYER_ERRORS = {
         lambda: CAUSAL(CAUSAL.init(KEY, TIMES)[0], jnp.ones((3, 1, 4)), state=CAUSAL.cache(TIMES)),
         ValueError,
         "Attention at the root: keys (3, 1, 2, 2) do not match the cache (2, 2, 4, 2); create it "
-        "with "
-        "model.cache for inputs of this batch size",
+        "with model.cache for inputs of this batch size",
     ),
 }

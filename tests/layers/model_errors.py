@@ -143,8 +143,7 @@ TWICE = "use another name, or, to share its parameters, keep the scope in a vari
 RESERVED = "is a reserved name and cannot be an input; rename it, or use scope.key(), scope.state(...) or scope.train"
 FIELDS = (
     "a layer's fields must be numbers, strings, functions, layers or tuples of them, and arrays "
-    "belong in "
-    "params; got"
+    "belong in params; got"
 )
 PURE = "inside a jax transform (scan, cond, vmap, jit, ...); use scope.pure"
 
@@ -197,15 +196,13 @@ MODEL_ERRORS = {
         lambda: MLP({"0": PARAMS["0"]}, ROWS),
         ValueError,
         "'head/kernel': expected shape (5, 3) for this input, but params has no such array (the "
-        "root "
-        "contains 0)",
+        "root contains 0)",
     ),
     "parameter misspelled": (
         lambda: MLP({"0": PARAMS["0"], "heads": PARAMS["head"]}, ROWS),
         ValueError,
         "'head/kernel': expected shape (5, 3) for this input, but params has no such array (the "
-        "root "
-        "contains 0, heads; did you mean 'heads'?)",
+        "root contains 0, heads; did you mean 'heads'?)",
     ),
     "bias missing": (
         lambda: MLP({"0": PARAMS["0"], "head": {"kernel": PARAMS["head"]["kernel"]}}, ROWS),
@@ -231,8 +228,7 @@ MODEL_ERRORS = {
         ),
         ValueError,
         "Sequential: arrays do not match the model: 'head/kernel': expected shape (5, 3), got (4, "
-        "4) "
-        "in params; 'head/bias' (3,) is missing; 'extra/w' (3,) is not used",
+        "4) in params; 'head/bias' (3,) is missing; 'extra/w' (3,) is not used",
     ),
     "check state": (
         lambda: NORM.check(
@@ -272,8 +268,7 @@ MODEL_ERRORS = {
         lambda: NORM(NORM_PARAMS, ROWS, state={}),
         ValueError,
         "'1/mean': expected shape (4,) for this input, but state has no such array (the root "
-        "contains "
-        "nothing)",
+        "contains nothing)",
     ),
     "state of another shape": (
         lambda: NORM(NORM_PARAMS, ROWS, state={"1": {"mean": jnp.ones(3), "var": jnp.ones(4)}}),
@@ -347,8 +342,7 @@ MODEL_ERRORS = {
         init(shared_between_shapes(), ROWS),
         ValueError,
         "'a/kernel': expected shape (5, 4), but in the same model it was (4, 5) before; share a "
-        "scope "
-        "only between layers of one shape, or use another name",
+        "scope only between layers of one shape, or use another name",
     ),
     "name a number": (
         init(named(name=0), ROWS),
@@ -386,8 +380,7 @@ MODEL_ERRORS = {
         lambda: undeclared()({}, ROWS, state={}),
         ValueError,
         "undeclared updates the state 'n', which is missing in the state that was passed in; "
-        "declare "
-        "it with scope.state",
+        "declare it with scope.state",
     ),
     "update of another shape": (
         lambda: misshaped()({}, ROWS, state={"n": jnp.ones(4)}),
@@ -426,8 +419,7 @@ MODEL_ERRORS = {
         lambda: name_twice(ROWS),
         TypeError,
         "name_twice: expected options by keyword, because this constructs a layer; to call it, "
-        "write "
-        "name_twice(...)(scope, x)",
+        "write name_twice(...)(scope, x)",
     ),
     "no forward": (
         lambda: NoForward()({}, ROWS),
@@ -448,9 +440,7 @@ MODEL_ERRORS = {
     "field assigned": (
         lambda: setattr(Holds(1), "field", 2),
         dataclasses.FrozenInstanceError,
-        "cannot assign to field 'field': "
-        "Holds is immutable; use "
-        "dataclasses.replace(layer, "
+        "cannot assign to field 'field': Holds is immutable; use dataclasses.replace(layer, "
         "field=...)",
     ),
 }

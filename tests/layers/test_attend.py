@@ -413,9 +413,8 @@ Q, K = jnp.ones((2, 5, 4, 3)), jnp.ones((2, 7, 2, 3))
             lambda: dot_product_attention(Q[0], K, K),
             ValueError,
             "dot_product_attention: expected query [batch, time, heads, head_dim], and key and "
-            "value [batch, keys, key/value "
-            "heads, head_dim] with equal batch and head_dim; got query (5, 4, 3), key (2, 7, 2, "
-            "3), value (2, 7, 2, 3)",
+            "value [batch, keys, key/value heads, head_dim] with equal batch and head_dim; got "
+            "query (5, 4, 3), key (2, 7, 2, 3), value (2, 7, 2, 3)",
         ),
         (
             lambda: dot_product_attention(Q, K[:, :, :1].repeat(3, 2), K[:, :, :1].repeat(3, 2)),
@@ -426,15 +425,13 @@ Q, K = jnp.ones((2, 5, 4, 3)), jnp.ones((2, 7, 2, 3))
             lambda: dot_product_attention(Q, K, K.astype(jnp.bfloat16)),
             TypeError,
             "dot_product_attention: query, key and value must have one floating-point dtype; got "
-            "float32, float32 and "
-            "bfloat16",
+            "float32, float32 and bfloat16",
         ),
         (
             lambda: dot_product_attention(Q, K, K, mask=jnp.ones((5, 5), bool)),
             ValueError,
             "dot_product_attention: mask must be boolean (True: attend) with shape [t, s], [b, t, "
-            "s] or [b, h, t, s] of "
-            "(2, 4, 5, 7); got bool[5, 5]",
+            "s] or [b, h, t, s] of (2, 4, 5, 7); got bool[5, 5]",
         ),
         (
             lambda: dot_product_attention(Q, K, K, lengths=jnp.ones(3, jnp.int32)),

@@ -187,9 +187,8 @@ def test_params_and_draws_are_separate_domains():
 @pytest.mark.exhaustive
 def test_numbers_are_the_same_in_every_process():
     code = (
-        "import jax, jax.numpy as jnp; from fnet import layers as nn; "
-        "p, _ = nn.Sequential(nn.Dense(2), head=nn.Dense(2)).init(jax.random.key(0), jnp.ones((1, "
-        "2))); "
+        "import jax, jax.numpy as jnp; from fnet import layers as nn; p, _ = "
+        "nn.Sequential(nn.Dense(2), head=nn.Dense(2)).init(jax.random.key(0), jnp.ones((1, 2))); "
         "print(p['head']['kernel'].tolist())"
     )
     printed = {

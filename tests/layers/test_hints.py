@@ -94,8 +94,7 @@ def test_assignment_in_init():
         Net()
     assert str(caught.value) == (
         "cannot assign Net.fc: a layer is immutable; declare options as fields of the class, and "
-        "create layers in "
-        "forward, e.g. nn.Dense(10)(scope['fc'], x)"
+        "create layers in forward, e.g. nn.Dense(10)(scope['fc'], x)"
     )
     with pytest.raises(
         dataclasses.FrozenInstanceError, match=r"use dataclasses\.replace\(layer, features=\.\.\.\)"

@@ -150,8 +150,7 @@ def test_nnx_layer_with_constants_counters_and_draws():
         with raises(
             TypeError,
             "'constant' is an array outside of a variable; store it as nnx.Variable(array), so "
-            "that "
-            "it is part of the layer's state",
+            "that it is part of the layer's state",
         ):
             nn.from_nnx(Arrays, hold=hold).init(jax.random.key(0), x)
 

@@ -257,8 +257,7 @@ def test_messages_of_another_form(messages, text):
         ),
         (
             "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% "
-            "endset %}"
-            "{% set n.x = y %}{% endfor %}",
+            "endset %}{% set n.x = y %}{% endfor %}",
             "more than 16,7",
         ),
         (

@@ -236,8 +236,7 @@ def test_time_without_a_constraint():
             export.export(jax.jit(lambda params, x, model=model: model(params, x)))(params, tokens)
         assert str(caught.value) == (
             f"{name}: the symbolic size time must be at most {CONTEXT}, but is not constrained; "
-            f"call "
-            f"jax.export.symbolic_shape with constraints=('time <= {CONTEXT}',)"
+            f"call jax.export.symbolic_shape with constraints=('time <= {CONTEXT}',)"
         )
 
 

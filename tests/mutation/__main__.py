@@ -278,8 +278,7 @@ def main():
             counts["complete"] += sound
             print(
                 f"{'quick' if sound and not exhaustive else 'complete' if sound else 'MISSED':8} "
-                f"{seconds:5.0f} s  "
-                f"{fault.package:10} {fault.what}: {failed or 'no test fails'}",
+                f"{seconds:5.0f} s  {fault.package:10} {fault.what}: {failed or 'no test fails'}",
                 flush=True,
             )
     print(

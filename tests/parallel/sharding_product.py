@@ -255,8 +255,7 @@ def main() -> int:
     print(f"jax {jax.__version__}")
     print(
         f"{'situation':16} {'layer':26} {'mesh':5} {'of':>6} {'equal':>6} {'refused':>8} "
-        f"{'wrong':>6} "
-        f"{'gathered':>9} {'s':>5}"
+        f"{'wrong':>6} {'gathered':>9} {'s':>5}"
     )
     broken = False
     for situation in options.situation or ["placed"]:
@@ -274,8 +273,7 @@ def main() -> int:
                     shown.append(f"    {found.result}: {specs}: {found.why[:300]}")
             print(
                 f"{situation:16} {name:26} {size:5} {len(product(name, situation, each)):6} "
-                f"{counts['equal']:6} "
-                f"{counts['refused']:8} {counts['wrong']:6} {most:9,} "
+                f"{counts['equal']:6} {counts['refused']:8} {counts['wrong']:6} {most:9,} "
                 f"{time.monotonic() - started:5.0f}",
                 flush=True,
             )

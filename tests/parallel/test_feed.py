@@ -158,9 +158,8 @@ def test_one_process_has_no_thread_and_asks_for_one_batch_at_a_time(plan, monkey
 
 CHOICES = (
     "so it cannot be padded; weight the loss by batch['weight'], float32 [rows], in step and plan; "
-    "or "
-    "omit short batches with drop_remainder=True; or use a number of rows and devices that every "
-    "batch fills"
+    "or omit short batches with drop_remainder=True; or use a number of rows and devices that "
+    "every batch fills"
 )
 
 
@@ -214,8 +213,7 @@ def test_short_without_weights(without):
         ValueError,
         match=re.escape(
             "feed: batch 2 has 12 rows here, fewer than this process's share of 16, and the plan's "
-            "batch has no "
-            "'weight', " + CHOICES
+            "batch has no 'weight', " + CHOICES
         ),
     ):
         list(parallel.feed(epoch(), without))

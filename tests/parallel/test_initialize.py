@@ -90,6 +90,6 @@ def test_nobody_there(free_port):
     assert done.returncode == 7, done.stderr
     assert done.stdout == (
         f"initialize: process 1 of 2 waited 1 s at {where}, and nothing answers there; check that "
-        f"process 0 is running "
-        "at that address and is reachable (to wait longer, increase initialization_timeout=)\n"
+        "process 0 is running at that address and is reachable (to wait longer, increase "
+        "initialization_timeout=)\n"
     )

@@ -157,7 +157,7 @@ def test_groups_as_xla_writes_them(groups, size):
         "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8] "
         "parameter(0)\n"
         f"  ROOT %y = f32[8] all-reduce(%x), channel_id=1, replica_groups={groups}, "
-        f"to_apply=%add\n}}\n"
+        "to_apply=%add\n}\n"
     )
     (transfer,) = parallel.ledger(text).transfers
     assert transfer.group == size

@@ -393,10 +393,9 @@ def test_a_planned_step_and_what_its_plan_says(sizes):
     if len(sizes) == 2:
         assert held["grouped_convolution_gradient"] == 3 * 3 * 16 * 4  # the kernel
     assert (
-        f"not left to XLA (overlapping_max_pool_gradient): the gradient of max pooling with "
-        f"overlapping windows, "
-        f"wrong where an image axis is split: 1 equation, {pooled:,} bytes held unsplit by each "
-        f"chip"
+        "not left to XLA (overlapping_max_pool_gradient): the gradient of max pooling with "
+        f"overlapping windows, wrong where an image axis is split: 1 equation, {pooled:,} bytes "
+        "held unsplit by each chip"
     ) in plan.explain()
     assert (
         "not left to XLA (split_image_convolution, split_kernel_convolution): " in plan.explain()

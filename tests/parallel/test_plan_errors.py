@@ -76,8 +76,7 @@ def called(*, batch=SOME, where=None, devices="local"):
         (
             lambda: parallel.plan(STEP, INIT, ROWS, rules={"0": (None, "tensor")}),
             "plan: the rule '0' for 0 [512, 512] uses the mesh axis 'tensor'; available are none; "
-            "pass mesh= with such "
-            "an axis",
+            "pass mesh= with such an axis",
         ),
         (
             lambda: parallel.plan(

@@ -105,8 +105,7 @@ def test_devices_of_this_run():
         (
             "cluster",
             "or a system such as 'dgx-1'; got 'cluster': unknown chip 'cluster'; slices are of v2, "
-            "v3, v4, "
-            "v5e, v5p, v6e, tpu7x; similar names in the catalog: ",
+            "v3, v4, v5e, v5p, v6e, tpu7x; similar names in the catalog: ",
         ),
         ("v9:2x2", "unknown chip 'v9'"),
         ("v5e:2x2x2", "plan: slices of TPU v5e have 2 axes, e.g. 'v5e:2x2'; got 'v5e:2x2x2'"),

@@ -255,9 +255,8 @@ def altered_configurations():
                 worst = max(worst, result)
         yield (
             f"{family}: {len(cases) - skipped} configurations: {equal} equal, {advised} equal once "
-            f"changed as the "
-            f"error says, within {worst:.1e}; {len(refused)} refused ({'; '.join(refused)}); "
-            f"{skipped} not made"
+            f"changed as the error says, within {worst:.1e}; {len(refused)} refused "
+            f"({'; '.join(refused)}); {skipped} not made"
         )
 
 

@@ -261,8 +261,7 @@ class Counts:
     def row(self):
         return (
             f"| {self.name} | {len(self.fields)} | {self.equal + self.refused + self.wrong} | "
-            f"{self.equal} | "
-            f"{self.worst:.1e} | {self.refused} | {self.wrong} |"
+            f"{self.equal} | {self.worst:.1e} | {self.refused} | {self.wrong} |"
         )
 
 

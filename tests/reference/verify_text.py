@@ -71,8 +71,7 @@ def minilm_against_transformers():
             embedded = np.abs(near - embeddings).max()
             yield (
                 f"{shape.replace('x', ' sentences of ')}: the same tokens, hidden states within "
-                f"{apart:.1e} of the "
-                f"largest, sentence embeddings within {embedded:.1e}"
+                f"{apart:.1e} of the largest, sentence embeddings within {embedded:.1e}"
             )
             assert apart < 1e-5 and embedded < 1e-6
 
@@ -141,8 +140,7 @@ def stories15m_speed():
     if theirs:
         yield (
             f"llama2.c: {np.median(theirs):.0f} tokens/s (best {max(theirs):.0f}); fnet's median "
-            f"is "
-            f"{np.median(times) / np.median(theirs):.2f} of its, fnet's best "
+            f"is {np.median(times) / np.median(theirs):.2f} of its, fnet's best "
             f"{max(times) / max(theirs):.2f}"
         )
     else:
@@ -196,8 +194,8 @@ def gpt_learns_as_in_pytorch():
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     yield (
         f"{count:,} parameters, batches of {batch} x {time} characters: the loss falls from "
-        f"{losses[0]:.3f} to "
-        f"{losses[-1]:.3f}, PyTorch's to {expected[-1]:.3f}; never more than {apart:.1e} apart"
+        f"{losses[0]:.3f} to {losses[-1]:.3f}, PyTorch's to {expected[-1]:.3f}; never more than "
+        f"{apart:.1e} apart"
     )
     assert apart < 1e-3
 

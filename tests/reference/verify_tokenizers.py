@@ -50,8 +50,7 @@ def tokenizers(*kinds):
             if not result.all() and len(wrong) < 3:
                 wrong.append(
                     f"{kind}: {text!r}: {tokens}, expected {wanted}; {own.decode(wanted)!r}, "
-                    f"expected "
-                    f"{theirs.decode(wanted, skip_special_tokens=True)!r}"
+                    f"expected {theirs.decode(wanted, skip_special_tokens=True)!r}"
                 )
             equal += result
         yield f"| {kind} | {', '.join(files)} | {equal[0]} | {equal[1]} | {equal[2]} |"

@@ -132,8 +132,7 @@ def full_disk(count, folder, rng):
             ):
                 lost.append(
                     f"disk {number} ({kib if has else limit}): exit {code} at step {at}: "
-                    f"{victim.said[-400:]}; "
-                    f"then {again.code}: {again.said[-300:]}"
+                    f"{victim.said[-400:]}; then {again.code}: {again.said[-300:]}"
                 )
         finally:
             if has:

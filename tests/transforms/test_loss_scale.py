@@ -409,8 +409,8 @@ TWO = "expected one loss scale in the optimizer state; got 2. Wrap the complete 
                 lambda options=options: ft.loss_scale(SGD, **options),
                 ValueError,
                 "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < "
-                "backoff < 1 and an integer "
-                f"interval >= 1; got minimum={options.get('minimum', 2.0**-14)}, "
+                "backoff < 1 and an integer interval >= 1; got "
+                f"minimum={options.get('minimum', 2.0**-14)}, "
                 f"initial={options.get('initial', 2.0**15)}, "
                 f"maximum={options.get('maximum', 2.0**24)}, growth={options.get('growth', 2.0)}, "
                 f"backoff={options.get('backoff', 0.5)}, interval={options.get('interval', 2000)}",

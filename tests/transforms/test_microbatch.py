@@ -410,18 +410,14 @@ ERRORS = {
     "booleans of one slice": (
         lambda: ft.microbatch(lambda _, x: (x > 0).any(), 1)(None, jnp.ones((8, 2))),
         "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer "
-        "dtype (summed); "
-        "got bool[]. If it is the new value of an argument, such as a random key, pass carry= with "
-        "the position of "
-        "this argument",
+        "dtype (summed); got bool[]. If it is the new value of an argument, such as a random key, "
+        "pass carry= with the position of this argument",
     ),
     "booleans": (
         lambda: ft.microbatch(lambda _, x: (x > 0).any(), 2)(None, jnp.ones((8, 2))),
         "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer "
-        "dtype (summed); "
-        "got bool[]. If it is the new value of an argument, such as a random key, pass carry= with "
-        "the position of "
-        "this argument",
+        "dtype (summed); got bool[]. If it is the new value of an argument, such as a random key, "
+        "pass carry= with the position of this argument",
     ),
 }
 

@@ -429,8 +429,7 @@ def test_shard_replicate_unreplicate():
             lambda: ft.pmap(jnp.sin)(X[:6]),
             "pmap: argument 0 has shape (6, 3, 4); its axis 0 needs one slice for each of 8 "
             "devices. ft.shard splits the rows of a batch in this way; with in_axes=None every "
-            "device gets the "
-            "complete argument",
+            "device gets the complete argument",
         ),
         (
             lambda: ft.pmap(lambda a, b: b, in_axes=(None, 1))(W, {"x": X}),
@@ -461,8 +460,7 @@ def test_shard_replicate_unreplicate():
         (
             lambda: ft.pmap(lambda x: {"a": x.sum()}, out_axes=None)(X),
             "pmap: result ['a'] of shape () has out_axes=None and may differ between devices: "
-            "combine it first, e.g. "
-            "with lax.pmean(..., 'devices'), or use out_axes=0 to stack it",
+            "combine it first, e.g. with lax.pmean(..., 'devices'), or use out_axes=0 to stack it",
         ),
         (
             lambda: ft.pmap(

@@ -282,8 +282,7 @@ def test_microbatch_refuses_a_ref_as_batch_and_effects_of_weights():
 
     message = (
         "microbatch: weight= must not have side effects, since it is evaluated twice for each "
-        "slice; got "
-        "DebugEffect. Move callbacks and uses of a jax.Ref into the function itself"
+        "slice; got DebugEffect. Move callbacks and uses of a jax.Ref into the function itself"
     )
     with pytest.raises(ValueError, match=re.escape(message) + "$"):
         ft.microbatch(lambda p, x: p * x.mean(), 2, weight=weight)(1.0, X)

@@ -136,8 +136,7 @@ class Call:
                 raise ValueError(
                     f"shrunk function: {leaf.path or leaf.key!r} in {leaf.role}: expected shape "
                     f"{expected}, got {tuple(leaf.array.shape)}; pass the parameters and the state "
-                    f"that "
-                    "shrink returned"
+                    "that shrink returned"
                 )
         return self.traced.result(self.program.evaluate([leaf.array for leaf in self.leaves], kept))
 
@@ -161,10 +160,8 @@ class Call:
             if why:
                 raise ValueError(
                     f"shrunk function: axis {axis} of {self.leaves[i].path!r} was cut, but with "
-                    f"these "
-                    f"arguments the function needs all of it ({why}). Call shrink with such "
-                    f"arguments, or "
-                    "exclude the parameter with keep="
+                    f"these arguments the function needs all of it ({why}). Call shrink with such "
+                    "arguments, or exclude the parameter with keep="
                 )
             kept.update((atom, each) for atom, each in zip(atoms, wanted) if each is not None)
 
@@ -188,8 +185,7 @@ def _returned(traced, state) -> dict[int, int]:
         if jaxpr.outvars[output.number] is not jaxpr.invars[i]:
             raise TypeError(
                 "shrink: the function updates flax.nnx variables in place. Split the module, and "
-                "return "
-                "the new state: f(params, x, state=state) -> (y, new state)"
+                "return the new state: f(params, x, state=state) -> (y, new state)"
             )
         found[output.number] = i
     if (

@@ -113,8 +113,7 @@ class Removal:
         if found is None:
             raise ValueError(
                 f"shrink: the time on {self.chip.name} cannot be estimated, because its peak rates "
-                f"are "
-                "unknown; pass chip=, or the result of hardware.measure()"
+                "are unknown; pass chip=, or the result of hardware.measure()"
             )
         return found
 

@@ -43,17 +43,15 @@ def scores(
         if group.atom not in found:
             raise ValueError(
                 f"shrink: score='activations' cannot rank the indices of {name}: no matrix product "
-                f"or "
-                "convolution of an activation and a parameter, outside of while loops and branches "
-                "of "
-                f"cond, sums over them. Use another score, or keep={{{call.leaves[i].path!r}: 1}}"
+                "or convolution of an activation and a parameter, outside of while loops and "
+                "branches of cond, sums over them. Use another score, or "
+                f"keep={{{call.leaves[i].path!r}: 1}}"
             )
         if not np.isfinite(found[group.atom]).all():
             raise ValueError(
                 f"shrink: the scores of {name} are NaN or infinite, so its indices cannot be "
-                f"ranked; pass "
-                "finite parameters, and arguments on which the function and its derivatives are "
-                "finite"
+                "ranked; pass finite parameters, and arguments on which the function and its "
+                "derivatives are finite"
             )
     return found
 

@@ -158,9 +158,8 @@ def _combined(kind, x, places, inside, updates):
     if len(x) * len(places) * width > _LARGEST:
         raise Unsupported(
             f"LiteRT: the operation 'scatter' of kind {kind!r} would compare {len(x)} positions "
-            f"with "
-            f"{len(places)} updates{f' of {width} elements' if width > 1 else ''}, which is too "
-            f"many"
+            f"with {len(places)} updates{f' of {width} elements' if width > 1 else ''}, which is "
+            "too many"
         )
     # [rows, updates]
     hit = (np.arange(len(x), dtype=np.int32)[:, None] == places[None]) & inside[None]

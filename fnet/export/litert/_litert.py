@@ -141,8 +141,7 @@ def _check_dtypes(stable) -> None:
             if dtype in ("bfloat16", "float16", "float64"):
                 raise Unsupported(
                     f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} computes "
-                    f"in "
-                    f"{dtype}, which LiteRT does not support; export the float32 model"
+                    f"in {dtype}, which LiteRT does not support; export the float32 model"
                 )
 
 
@@ -191,8 +190,7 @@ def _named(stable, sizes, error) -> Unsupported:
         except Unsupported as why:
             return Unsupported(
                 f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} is not "
-                f"supported: "
-                f"{str(why).removeprefix('LiteRT: ')}"
+                f"supported: {str(why).removeprefix('LiteRT: ')}"
             )
         except Exception:  # a loop that reads constants of the program
             continue

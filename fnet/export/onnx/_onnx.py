@@ -114,8 +114,7 @@ def compare(
     if not sizes:
         warnings.warn(
             f"{path}: not compared with the program, because no small sizes were found that "
-            f"satisfy "
-            f"{', '.join(constraints)}",
+            f"satisfy {', '.join(constraints)}",
             stacklevel=3,
         )
         return 0.0
@@ -254,14 +253,12 @@ class _Model:
         if np.dtype(dtype).name == "bfloat16":
             raise Unsupported(
                 f"ONNX: {self.path or 'the program'!r} computes in bfloat16, which onnxruntime "
-                f"does not "
-                "support on CPUs; export the float32 model"
+                "does not support on CPUs; export the float32 model"
             )
         if np.dtype(dtype).kind == "c":
             raise Unsupported(
                 f"ONNX: {self.path or 'the program'!r} computes with complex numbers, which "
-                f"onnxruntime "
-                "does not support; compute with their real and imaginary parts"
+                "onnxruntime does not support; compute with their real and imaginary parts"
             )
         return self.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
 

@@ -378,8 +378,7 @@ class Bundle:
             raise BundleError(
                 f"{self.path}: {entry!r} has the dtype {wide[0]}, which JAX narrows without "
                 "jax_enable_x64. Call jax.config.update('jax_enable_x64', True) first. "
-                "Bundle.interpret "
-                "runs the program with NumPy, which does not need it"
+                "Bundle.interpret runs the program with NumPy, which does not need it"
             )
 
     def _newer(self):
@@ -395,11 +394,9 @@ class Bundle:
         written, why = self.manifest["versions"]["jax"], " ".join(str(error).split())[:300]
         return BundleError(
             f"{self.path} was written by JAX {written}, and the installed JAX {jax.__version__} "
-            f"cannot read {what} "
-            f"({why}). JAX guarantees that it and later versions read it until {self.read_until}. "
-            f"fnet bundle renew "
-            f"{self.path} writes it for the installed version, and Bundle.interpret runs it with "
-            f"NumPy"
+            f"cannot read {what} ({why}). JAX guarantees that it and later versions read it until "
+            f"{self.read_until}. fnet bundle renew {self.path} writes it for the installed "
+            "version, and Bundle.interpret runs it with NumPy"
         )
 
     def _deserialized(self, entry):

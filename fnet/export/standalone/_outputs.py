@@ -74,9 +74,8 @@ def compare(
             at = np.unravel_index(np.argmax(error), error.shape)
             raise Different(
                 f"{where}, the output {name!r} differs from the program's{_by(got[at], want[at])}, "
-                f"more "
-                f"than {tolerance:.2g}{' and what rounding explains' if spreads else ''}: {name}"
-                f"{list(map(int, at)) if at else ''} is {got[at]}, expected {want[at]} "
+                f"more than {tolerance:.2g}{' and what rounding explains' if spreads else ''}: "
+                f"{name}{list(map(int, at)) if at else ''} is {got[at]}, expected {want[at]} "
                 f"({int((error > tolerance).sum())} of {error.size} elements differ)"
             )
         worst = max(worst, float(error.max(initial=0.0)))

@@ -89,8 +89,7 @@ def _sizes(expected, constraints, leaves):
                 )
                 raise BundleError(
                     f"{expected}: the input {name!r} has shape {shape}, expected {text(leaf)}: "
-                    f"axis "
-                    f"{axis} has size {n}, expected {why}"
+                    f"axis {axis} has size {n}, expected {why}"
                 )
     for constraint in constraints:
         if not satisfied(constraint, sizes):
@@ -119,8 +118,7 @@ def _solve(expected, leaves, sizes, origin):
         if value is None or value < 1:
             raise BundleError(
                 f"{expected}: axis {axis} of the input {name!r} has size {n}, expected {wanted} "
-                f"for an "
-                f"integer {variable} of at least 1, as in {text(leaf)}"
+                f"for an integer {variable} of at least 1, as in {text(leaf)}"
             )
         sizes[variable], origin[variable] = (
             value,
@@ -213,8 +211,7 @@ def converted(what, x, dtype):
     if lost.any():
         raise BundleError(
             f"{what} has dtype {x.dtype} and the value {values[lost].ravel()[0]}, which {dtype} "
-            f"cannot "
-            f"hold; expected {dtype}"
+            f"cannot hold; expected {dtype}"
         )
     return narrow
 

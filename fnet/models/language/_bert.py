@@ -258,8 +258,7 @@ class Bert(Model):
             other_heads=("masked_lm", "next_sentence", "pretraining"),
             irrelevant=(
                 f"{IRRELEVANT} directionality pooler_fc_size pooler_num_attention_heads "
-                f"pooler_num_fc_layers "
-                "pooler_size_per_head pooler_type"
+                "pooler_num_fc_layers pooler_size_per_head pooler_type"
             ),
         ),
     }
@@ -341,8 +340,7 @@ class Bert(Model):
         if (self.head in ("sequence", "tokens")) != (self.classes is not None):
             raise ValueError(
                 f"{type(self).__name__}: the heads 'sequence' and 'tokens' need classes, and no "
-                f"other "
-                f"head has them; got head={self.head!r} with classes={self.classes}"
+                f"other head has them; got head={self.head!r} with classes={self.classes}"
             )
 
     def _pooled(self, scope, x):
@@ -354,8 +352,7 @@ class Bert(Model):
         if tokens.ndim != 2 or not at_most(who, tokens.shape[1], self.context):
             raise ValueError(
                 f"{who}: expected tokens [batch, time] with time <= context={self.context}; got "
-                f"shape "
-                f"{tokens.shape}"
+                f"shape {tokens.shape}"
             )
         if segment is not None and (jnp.shape(segment) != tokens.shape or not self.segments):
             raise ValueError(

@@ -239,8 +239,7 @@ class GPT(LanguageModel):
         if tokens.ndim != 2 or not at_most("GPT", tokens.shape[1], self.context):
             raise ValueError(
                 f"GPT: expected tokens [batch, time] with time <= context={self.context}; got "
-                f"shape "
-                f"{tokens.shape}"
+                f"shape {tokens.shape}"
             )
         table, at = nn.Embed(self.context, self.width), scope["positions"]
         start = scope.state("index", tokens.shape[:1], zeros, "cache", dtype=jnp.int32)

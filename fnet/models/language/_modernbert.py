@@ -304,8 +304,7 @@ class ModernBert(Model):
         if (self.head in ("sequence", "tokens")) != (self.classes is not None):
             raise ValueError(
                 "ModernBert: the heads 'sequence' and 'tokens' need classes, and no other head has "
-                "them; "
-                f"got head={self.head!r} with classes={self.classes}"
+                f"them; got head={self.head!r} with classes={self.classes}"
             )
 
     def forward(

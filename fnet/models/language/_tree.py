@@ -83,8 +83,7 @@ def pack_trees(
             if label not in vocabulary:
                 raise ValueError(
                     f"pack_trees: tree {row} has the label {label!r}, which is not in the "
-                    f"vocabulary: "
-                    f"{', '.join(map(repr, list(vocabulary)[:8]))}"
+                    f"vocabulary: {', '.join(map(repr, list(vocabulary)[:8]))}"
                 )
             labels[row, place] = vocabulary[label]
             parents[row, place] = size if parent is None else parent

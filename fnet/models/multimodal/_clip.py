@@ -134,8 +134,7 @@ class _Encoder(Model):
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"{type(self).__name__}: activation must be {' or '.join(map(repr, ACTIVATIONS))}; "
-                f"got "
-                f"{self.activation!r}"
+                f"got {self.activation!r}"
             )
         block = encoder_block(
             heads=self.heads,
@@ -217,8 +216,7 @@ class CLIPText(_Encoder):
         if tokens.ndim != 2 or not at_most("CLIPText", tokens.shape[1], self.context):
             raise ValueError(
                 f"CLIPText: expected tokens [batch, time] with time <= context={self.context}; got "
-                f"shape "
-                f"{tokens.shape}"
+                f"shape {tokens.shape}"
             )
         order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]  # [1, time]
         x = nn.Embed(self.vocab_size, self.width)(scope["words"], tokens) + nn.Embed(

@@ -140,15 +140,13 @@ class ChatTemplate:
         if ours := sorted(set(variables) & set(_NOT_VARIABLES)):
             raise TypeError(
                 f"ChatTemplate.render: {ours[0]!r} is an argument of transformers' "
-                f"apply_chat_template, "
-                "not a variable of the template; render returns text, which tokenizer.encode(text, "
-                "special_tokens=False) converts to tokens"
+                "apply_chat_template, not a variable of the template; render returns text, which "
+                "tokenizer.encode(text, special_tokens=False) converts to tokens"
             )
         if add_generation_prompt and continue_final_message:
             raise ValueError(
                 "chat: add_generation_prompt begins a new message and continue_final_message "
-                "continues "
-                "the last one; pass one of them"
+                "continues the last one; pass one of them"
             )
         for what, values in ("tools", tools), ("documents", documents):
             if not _are_objects(values):
@@ -177,8 +175,7 @@ class ChatTemplate:
             if token in template and token not in values:
                 raise ValueError(
                     f"{self._path}: the chat template uses {token}, which {_tokenizer_config.NAME} "
-                    f"lacks; "
-                    f"pass {token}=..."
+                    f"lacks; pass {token}=..."
                 )
         where = self._path + (
             f", chat template {name!r}" if len(self.templates) > 1 else ", chat template"
@@ -301,8 +298,7 @@ def chat(
     if template is None:
         raise ValueError(
             "chat: the tokenizer has no chat template; read it with models.read_tokenizer(folder) "
-            "from a "
-            "folder that has one, or pass template=models.ChatTemplate(...)"
+            "from a folder that has one, or pass template=models.ChatTemplate(...)"
         )
     variables = dict(variables or {})
     begins = not variables.get("continue_final_message", False)
@@ -375,8 +371,7 @@ def _cut(text, begun, where):
     if end < 0 or begun.strip() not in text:
         raise ValueError(
             f"{where}: continue_final_message: the last message is not in the text as it is, so it "
-            f"cannot "
-            "be continued"
+            "cannot be continued"
         )
     return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
 

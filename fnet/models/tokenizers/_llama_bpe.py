@@ -59,8 +59,7 @@ class LlamaBPE:
         ):
             raise ValueError(
                 "expected the bytes <0x00> to <0xFF> as tokens 3 to 258 of a Llama vocabulary; "
-                "this one "
-                f"of {len(self.pieces)} tokens has others"
+                f"this one of {len(self.pieces)} tokens has others"
             )
         if len(self.scores) != len(self.pieces):
             raise ValueError(
@@ -98,10 +97,8 @@ class LlamaBPE:
             if not 0 < length <= min(longest, len(raw) - at - 8) or not math.isfinite(score):
                 raise ValueError(
                     f"{path} is not a tokenizer.bin of llama2.c: token {len(pieces)}, at byte "
-                    f"{at}, has "
-                    f"the score {score} and the length {length}; expected lengths from 1 to "
-                    f"{longest} up "
-                    "to the end of the file"
+                    f"{at}, has the score {score} and the length {length}; expected lengths from 1 "
+                    f"to {longest} up to the end of the file"
                 )
             pieces.append(raw[at + 8 : at + 8 + length])
             scores.append(score)

@@ -105,8 +105,8 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
         if field in said and not same(said[field], value):
             raise ValueError(
                 f"{folder / NAME} and tokenizer.json contradict each other: {field} is "
-                f"{said[field]} and "
-                f"{value}; use WordPiece.read(path, lowercase=...), which reads only vocab.txt"
+                f"{said[field]} and {value}; use WordPiece.read(path, lowercase=...), which reads "
+                "only vocab.txt"
             )
         said[field] = value
     # Single letters are no evidence: a vocabulary of words in lower case may contain signs such as
@@ -124,8 +124,8 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
     if upper is None and other is not None and "lowercase" not in said:
         raise ValueError(
             f"{folder / 'vocab.txt'} has no letters A to Z and the upper-case letters of "
-            f"{other!r}, so it "
-            "does not tell whether texts become lowercase; use WordPiece.read(path, lowercase=...)"
+            f"{other!r}, so it does not tell whether texts become lowercase; use "
+            "WordPiece.read(path, lowercase=...)"
         )
     return {"lowercase": upper is None} | said
 

@@ -92,8 +92,7 @@ class CharTokenizer:
         if wrong.size:
             raise ValueError(
                 f"the character {text[wrong[0]]!r} at {wrong[0]} is not one of the "
-                f"{self.vocab_size} "
-                f"characters of this CharTokenizer ({self.characters[:80]!r})"
+                f"{self.vocab_size} characters of this CharTokenizer ({self.characters[:80]!r})"
             )
         return tokens.astype(np.int32)
 
@@ -130,8 +129,7 @@ class CharTokenizer:
         ):
             raise ValueError(
                 f"{path} is not a vocabulary of characters: expected a JSON string of sorted, "
-                f"distinct "
-                "characters"
+                "distinct characters"
             )
         _tokenizer_config.values(Path(path).parent, Config({}))  # no field is supported here
         return cls(characters)

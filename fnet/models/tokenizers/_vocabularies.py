@@ -176,8 +176,7 @@ def _config(path):
         if bpe and not isinstance(config.get("add_bos_token"), bool):
             raise ValueError(
                 "'add_bos_token' is absent, expected true or false: transformers 4 assumes true, "
-                "and "
-                "transformers 5 false"
+                "and transformers 5 false"
             )
     except ValueError as error:
         raise ValueError(f"{folder / config_file.NAME}: {error}") from None
@@ -240,8 +239,8 @@ def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
         if added[token["content"]]["id"] != number:
             raise ValueError(
                 f"{path.parent}: the token {token['content']!r} is said to have the number "
-                f"{number}; by "
-                f"{path.name} and the tokens before it, it has {added[token['content']]['id']}"
+                f"{number}; by {path.name} and the tokens before it, it has "
+                f"{added[token['content']]['id']}"
             )
     return sorted(added.values(), key=lambda token: token["id"])
 

@@ -82,9 +82,8 @@ class AlexNet(Model):
         x = pool(scope["pool3"], conv(5, x, 4 * width, 3, 1))  # [batch, 6, 6, 4 width]
         if x.shape[1:3] != (6, 6):
             raise ValueError(
-                f"AlexNet: expected images that the convolutions reduce to 6 x 6, such as 224 x "
-                f"224; "
-                f"{images} is reduced to {x.shape[1]} x {x.shape[2]}"
+                "AlexNet: expected images that the convolutions reduce to 6 x 6, such as 224 x "
+                f"224; {images} is reduced to {x.shape[1]} x {x.shape[2]}"
             )
         x = nn.Flatten()(scope["flatten"], x)
         for i in (1, 2):

@@ -315,8 +315,7 @@ class ViT(Model):
         if x.ndim != 4 or x.shape[1:3] != (self.size, self.size) or self.size % self.patch:
             raise ValueError(
                 f"{type(self).__name__}: expected images [batch, {self.size}, {self.size}, "
-                f"channels], "
-                f"with a size that is a multiple of patch={self.patch}; got {x.shape}"
+                f"channels], with a size that is a multiple of patch={self.patch}; got {x.shape}"
             )
 
     def _tokens(self):

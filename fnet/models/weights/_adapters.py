@@ -288,8 +288,7 @@ def _read_config(file):
         ):
             why = (
                 "; it changes the base weights, so convert the adapter to plain LoRA with PEFT: "
-                "save_pretrained("
-                "..., path_initial_model_for_weight_conversion=...)"
+                "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
                 if field == "init_lora_weights"
                 else ""
             )
@@ -299,8 +298,7 @@ def _read_config(file):
         if field not in (*_PLAIN, *_USED, *_IRRELEVANT) and value not in (None, False):
             raise ValueError(
                 f"{file}: the field {field}={_json.text_of(value)} is unknown, so it may change "
-                f"what the "
-                "adapter computes; remove it if it does not"
+                "what the adapter computes; remove it if it does not"
             )
     for field, kinds in ("rank_pattern", (int,)), ("alpha_pattern", (int, float)):
         values = config.get(field) or {}
@@ -323,15 +321,14 @@ def _check_module(file, config, base, rank):
     if not _is_targeted(config, base):
         raise ValueError(
             f"{file}: the fields target_modules, exclude_modules, layers_to_transform and "
-            f"layers_pattern "
-            f"do not select {base!r}, for which the adapter has weights; PEFT would ignore them"
+            f"layers_pattern do not select {base!r}, for which the adapter has weights; PEFT would "
+            "ignore them"
         )
     wanted = _patterned(config, "rank_pattern", base, config["r"])
     if rank != wanted:
         raise ValueError(
             f"{file}: r and rank_pattern give {base!r} the rank {wanted}, but its weights have "
-            f"rank "
-            f"{rank}"
+            f"rank {rank}"
         )
 
 
@@ -456,8 +453,7 @@ def _changes(model, entry, arrays, scales, file):
     if not _is_supported(entry):
         raise ValueError(
             f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions "
-            f"in one "
-            "group and tables only"
+            "in one group and tables only"
         )
     rank = max(len(pair[0]) for pair in arrays if pair)
     scale = max(each for each, pair in zip(scales, arrays) if pair)
@@ -475,8 +471,7 @@ def _changes(model, entry, arrays, scales, file):
             ):
                 raise ValueError(
                     f"{file}: {_match.ours(entry)}: expected factors for a kernel "
-                    f"{(*kernel, outputs)}, "
-                    f"got {pair[0].shape} and {pair[1].shape}"
+                    f"{(*kernel, outputs)}, got {pair[0].shape} and {pair[1].shape}"
                 )
             a[(*copy, ..., slice(n))] = np.moveaxis(pair[0], (0, 1), (-1, -2))
             b[(*copy, slice(n))] = pair[1].reshape(outputs, n).T * (own / scale)

@@ -148,8 +148,7 @@ def _needed(what, names):
     if not weights:
         raise _Unsupported(
             f"{what} has no safetensors files; it has {', '.join(sorted(names)[:8])}. Pickles "
-            f"(.bin, "
-            ".pt) are never downloaded: convert them"
+            "(.bin, .pt) are never downloaded: convert them"
         )
     return [
         *(name for name in names if name == _folder.CONFIG or _folder.is_beside(name)),
@@ -177,8 +176,7 @@ def _verify(path, file, what):
             blob.unlink()
         raise _Damaged(
             f"{file.rfilename} of {what} was damaged during the download and is deleted: its "
-            f"checksum is "
-            f"{digest.hexdigest()}, expected {expected}. Call again to download it"
+            f"checksum is {digest.hexdigest()}, expected {expected}. Call again to download it"
         )
 
 

@@ -139,14 +139,12 @@ def check(folder: Path, config: Mapping | None) -> None:
         if config is not None:
             raise ValueError(
                 f"{path} belongs to a training run, and would be replaced; save into another "
-                f"folder, or "
-                f"only the weights, into {folder / 'model.safetensors'}"
+                f"folder, or only the weights, into {folder / 'model.safetensors'}"
             )
     elif config is None:
         raise ValueError(
             f"{path} describes another model than this one, which no config.json describes; save "
-            f"into "
-            f"another folder"
+            "into another folder"
         )
 
 

@@ -181,8 +181,7 @@ def _array(file, entry, tensors) -> Any:
     except NotImplementedError:
         raise ValueError(
             f"{file}: {tensors[0].name} has the format {', '.join(sorted(kinds))}, which the "
-            f"package gguf "
-            "cannot decode"
+            "package gguf cannot decode"
         ) from None
     arrays = [array.T if transposed else array for array in arrays]
     return jnp.asarray(np.stack(arrays).reshape(shape))

@@ -11,9 +11,8 @@ from fnet.models.weights import _download
 
 _TORCHVISION = (
     "write its model.safetensors in Python (import torchvision, safetensors.torch; "
-    "safetensors.torch."
-    "save_file(torchvision.models.get_model({!r}, weights='IMAGENET1K_V1').state_dict(), "
-    "'model.safetensors')) and put it into {}"
+    "safetensors.torch.save_file(torchvision.models.get_model({!r}, "
+    "weights='IMAGENET1K_V1').state_dict(), 'model.safetensors')) and put it into {}"
 )
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 

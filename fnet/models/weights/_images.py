@@ -126,8 +126,7 @@ class ImageInput:
         elif photo.mode in ("I", "F") or photo.mode.startswith(("I;", "F;")):
             raise ValueError(
                 f"an image of mode {photo.mode!r} has 32-bit values of unknown range: scale them "
-                f"to "
-                "0..255, and pass Image.fromarray(values.astype(numpy.uint8))"
+                "to 0..255, and pass Image.fromarray(values.astype(numpy.uint8))"
             )
         return photo.convert("RGB")
 
@@ -303,8 +302,7 @@ def _transformers(config):
         if not isinstance(size, dict) and config.get("default_to_square") is False:
             raise ValueError(
                 "'default_to_square' is False, so 'size' is the shortest edge, expected "
-                "do_center_crop "
-                "true"
+                "do_center_crop true"
             )
         return fields | dict(size=_square(size, "size"), resize=None)
     if shortest is None:

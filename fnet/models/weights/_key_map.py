@@ -155,8 +155,7 @@ def _places(rule, leaves, who):
             if lacking:
                 raise ValueError(
                     f"{who}: the rule for {rule.theirs!r} needs {lacking[0]!r} in addition to "
-                    f"{path!r}, "
-                    "but the model has no such array"
+                    f"{path!r}, but the model has no such array"
                 )
             yield paths, tuple(leaves[each] for each in paths), numbers
 
@@ -214,8 +213,7 @@ def _check_layers(rule, paths, leaves, who):
         if rule.layout in (CONV, DEPTHWISE) and issubclass(layer, nn.ConvTranspose):
             raise ValueError(
                 f"{what}, with the layout of a convolution. Frameworks store the kernels of "
-                f"transposed convolutions in another layout; for PyTorch's, use "
-                f"torch.conv_transpose"
+                "transposed convolutions in another layout; for PyTorch's, use torch.conv_transpose"
             )
         for key in _keys(rule):
             if _is_of_another(name, key, layer, path):

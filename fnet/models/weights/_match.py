@@ -121,11 +121,9 @@ def check_config(model, name, path, compared=()):
         want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
         have = ", ".join(f"{field}={getattr(model, field)!r}" for field in wanted)
         raise ValueError(
-            f"{path}: weights with the names of {label(name)} need a {type(model).__name__} with {want}, "
-            f"got "
-            f"{have}; use dataclasses.replace(model, {want}), or pretrained.model(name of the "
-            f"preset, "
-            "path)"
+            f"{path}: weights with the names of {label(name)} need a {type(model).__name__} with "
+            f"{want}, got {have}; use dataclasses.replace(model, {want}), or pretrained.model(name "
+            "of the preset, path)"
         )
 
 

@@ -55,10 +55,8 @@ def read(path: Path) -> Tensors:
     if file.suffix in _PICKLES or _pickled(file):
         raise ValueError(
             f"{file} is a pickle, which can run arbitrary code when it is opened; convert it to "
-            f"safetensors with "
-            f"PyTorch: import torch, safetensors.torch as s; s.save_file(torch.load({file.name!r}, "
-            f"weights_only=True), "
-            "'model.safetensors')"
+            "safetensors with PyTorch: import torch, safetensors.torch as s; "
+            f"s.save_file(torch.load({file.name!r}, weights_only=True), 'model.safetensors')"
         )
     if file.suffix == ".bin":
         raise ValueError(
@@ -102,15 +100,14 @@ def weights_file(path: Path) -> Path:
     elif files == [ADAPTER]:
         raise ValueError(
             f"{path} has no weights of a model, only the LoRA adapter {ADAPTER}; load the model "
-            f"that it "
-            "changes, then apply it with pretrained.load_adapter"
+            "that it changes, then apply it with pretrained.load_adapter"
         )
     if len(sets) + len(rest) > 1 and sets:
         raise ValueError(
             f"{path} contains more than one set of weights: {', '.join([*sets, *rest])}. Pass the "
-            f"path of "
-            f"the one that you mean, such as {path / sets[-1]}, or move the others to another "
-            f"folder" + (f"; pretrained.load_adapter applies {ADAPTER}" if ADAPTER in rest else "")
+            f"path of the one that you mean, such as {path / sets[-1]}, or move the others to "
+            "another "
+            "folder" + (f"; pretrained.load_adapter applies {ADAPTER}" if ADAPTER in rest else "")
         )
     if sets:
         return path / sets[0]
@@ -119,8 +116,7 @@ def weights_file(path: Path) -> Path:
     if len(files) > 1:
         raise ValueError(
             f"{path} contains {len(files)} safetensors files ({', '.join(files[:4])}) and no "
-            f"{INDEX}; "
-            "pass the path of one file"
+            f"{INDEX}; pass the path of one file"
         )
     others = [name for name in names if name.endswith((".bin", *_PICKLES))]
     if others:
@@ -143,8 +139,7 @@ def _check_downloads(path, names):
         ):
             raise ValueError(
                 f"{path}: {name} is left of a download of {whole}, which may not be complete; "
-                f"finish the "
-                f"download, or remove {name}"
+                f"finish the download, or remove {name}"
             )
 
 

@@ -100,8 +100,7 @@ class Sweep:
                 if changed:
                     raise ValueError(
                         f"{folder} has a sweep with other settings ({'; '.join(changed)[:400]}): "
-                        f"use the "
-                        "old ones, or another --workdir"
+                        "use the old ones, or another --workdir"
                     )
             else:
                 write_json(path, settings)
@@ -429,11 +428,9 @@ def _report(sweep) -> Trial | None:
         metric = best.result["metric"]
         if sweep.settings["metric"] is None and not metric.startswith("validation/"):
             print(
-                f"warning: the runs have no validation metric, so the trials are compared by "
-                f"{metric}. The best "
-                "value is then too optimistic for new data: log a metric of validation data, or "
-                "pass --metric to say "
-                "that you mean this one",
+                "warning: the runs have no validation metric, so the trials are compared by "
+                f"{metric}. The best value is then too optimistic for new data: log a metric of "
+                "validation data, or pass --metric to say that you mean this one",
                 file=sys.stderr,
             )
         command = sweep.command(best.params, "runs/best")

@@ -121,8 +121,7 @@ class Checkpoints(Reading):
         except OSError as error:
             raise CheckpointError(
                 f"{self.folder}: nothing can be saved here ({reason(error)}): choose another "
-                f"folder, "
-                "or make this one writable"
+                "folder, or make this one writable"
             ) from None
         with named(self.folder):
             self._where.tidy()
@@ -139,8 +138,8 @@ class Checkpoints(Reading):
         if foreign := self._where.foreign():
             raise CheckpointError(
                 f"{self.folder} holds files that are not of checkpoints "
-                f"({', '.join(foreign[:5])}), "
-                "so no file was removed: remove the folder manually, or choose another workdir"
+                f"({', '.join(foreign[:5])}), so no file was removed: remove the folder manually, "
+                "or choose another workdir"
             )
         self._where.clear()
         self._values.clear()
@@ -162,8 +161,7 @@ class Checkpoints(Reading):
         if failed:
             raise CheckpointError(
                 f"{self.folder}: the first process could not lock this folder; its own error "
-                f"states "
-                "the reason"
+                "states the reason"
             )
         self._shared = True
 

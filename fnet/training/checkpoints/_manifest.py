@@ -199,8 +199,7 @@ def _check(content):
     if (content["format"], content["version"]) != (FORMAT, VERSION):
         raise ValueError(
             f"it is of format {content['format']!r}, version {content['version']!r}; this fnet "
-            f"reads "
-            f"{FORMAT!r}, version {VERSION}"
+            f"reads {FORMAT!r}, version {VERSION}"
         )
     natural(content["step"])
     if not isinstance(content["notes"], dict) or not all(

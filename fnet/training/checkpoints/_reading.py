@@ -318,9 +318,8 @@ class Reading:
             or f"what is here was found damaged and set aside: {', '.join(self.damaged())}"
         )
         return CheckpointError(
-            f"{self.folder}: no checkpoint here can be read: {what}. To start again from "
-            "the first step, remove the "
-            "folder or choose another"
+            f"{self.folder}: no checkpoint here can be read: {what}. To start again from the first "
+            "step, remove the folder or choose another"
         )
 
     def _named(self, step: int, why: Damaged) -> str:

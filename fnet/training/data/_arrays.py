@@ -79,9 +79,8 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
         if wide and narrowed(some, 1e-3):
             raise TypeError(
                 f"{what}: '{name}' holds values from {np.nanmin(some)!r} to {np.nanmax(some)!r}, "
-                f"which "
-                "float32 rounds to multiples of their difference: subtract their mean, or set "
-                "jax.config.update('jax_enable_x64', True)"
+                "which float32 rounds to multiples of their difference: subtract their mean, or "
+                "set jax.config.update('jax_enable_x64', True)"
             )
         names.append(name)
         arrays.append(array)
@@ -215,8 +214,7 @@ def numbers_of(array: np.ndarray, what: str, name: str, *, values: bool = True) 
     if array.dtype.kind in "OUST":
         raise TypeError(
             f"{what}: '{name}' holds text or objects ({array.dtype}): pass numbers, for example "
-            f"those of "
-            "classes, numbers = np.unique(values, return_inverse=True)"
+            "those of classes, numbers = np.unique(values, return_inverse=True)"
         )
     if array.dtype.kind in "mM":
         raise TypeError(
@@ -233,7 +231,6 @@ def numbers_of(array: np.ndarray, what: str, name: str, *, values: bool = True) 
             ):
                 raise TypeError(
                     f"{what}: '{name}' holds {value}, which does not fit into 32 bits: leave the "
-                    f"array "
-                    "out, or set jax.config.update('jax_enable_x64', True)"
+                    "array out, or set jax.config.update('jax_enable_x64', True)"
                 )
     return array

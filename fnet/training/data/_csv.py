@@ -67,8 +67,7 @@ def read_csv(
             else:
                 raise ValueError(
                     f"{path}, line {line}: expected {len(names)} cells ({', '.join(names)[:80]}), "
-                    f"got "
-                    f"{len(cells)}"
+                    f"got {len(cells)}"
                 )
     if not rows:
         raise ValueError(f"{path} has no line of values")
@@ -110,8 +109,7 @@ def _header(path: Path, line: int, names: list[str]) -> list[str]:
     if all(not _missing(name) and _kind([name]) for name in names):
         raise ValueError(
             f"{path}, line {line}: expected the names of the columns, got numbers: if the file has "
-            f"no "
-            "such line, pass names=[...]"
+            "no such line, pass names=[...]"
         )
     if len(names) == 1 and (found := [mark for mark in ";\t|," if mark in names[0]]):
         raise ValueError(
@@ -193,16 +191,15 @@ def _array(
         if np.isinf(narrow[i]) and "inf" not in cell.lower() and not _missing(cell):
             raise ValueError(
                 f"{path}, line {line}: column '{name}' holds {cell[:40]}, more than float32 can "
-                f"hold: "
-                "scale the column"
+                "hold: scale the column"
             )
         exact = _integer(cell)
         whole[i] = exact is not None
         if exact is not None and int(wide[i]) != exact:
             raise ValueError(
                 f"{path}, line {line}: column '{name}' holds the integer {cell[:40]}, and "
-                f"fractions or "
-                "missing values: float64 rounds it. Use missing='drop', or missing= with an integer"
+                "fractions or missing values: float64 rounds it. Use missing='drop', or missing= "
+                "with an integer"
             )
     return wide if _needs_float64(wide, narrow, whole) else narrow
 

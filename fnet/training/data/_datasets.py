@@ -274,8 +274,7 @@ def _load_idx(name, found):
     if arrays[0].shape[1:] != arrays[2].shape[1:]:
         raise ValueError(
             f"{test_images}: holds images of {arrays[2].shape[1:3]} pixels, but "
-            f"{train_images.name} "
-            f"of {arrays[0].shape[1:3]}; download both again"
+            f"{train_images.name} of {arrays[0].shape[1:3]}; download both again"
         )
     return Dataset(name, *arrays, _SOURCES[name].classes)
 

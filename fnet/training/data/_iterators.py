@@ -117,8 +117,7 @@ def from_iterator(
         source, batch_size = source.batch(batch_size), None
     if not factory and not hasattr(source, "__iter__"):
         raise TypeError(
-            f"from_iterator: expected an iterable of batches, or a function that returns one, got "
-            f"a "
+            "from_iterator: expected an iterable of batches, or a function that returns one, got a "
             f"{type(source).__name__}"
         )
     return _Stream(source, factory, batch_size, resume)
@@ -226,8 +225,7 @@ class _Stream:
         if self.resume == "none":
             warnings.warn(
                 f"the data is read from its beginning at step {step}, not from the position that "
-                f"the run had "
-                f"reached: {self.why}",
+                f"the run had reached: {self.why}",
                 ResumeWarning,
                 stacklevel=5,
             )
@@ -343,8 +341,7 @@ class _Structure:
         if self._paths is not None and paths != self._paths:
             raise ValueError(
                 f"from_iterator: batch {step} has the arrays {paths}, and the batches before it "
-                f"have "
-                f"{self._paths}: all batches must have one structure"
+                f"have {self._paths}: all batches must have one structure"
             )
         self._paths = paths
         return batch
@@ -411,8 +408,8 @@ def _unrepeatable(source: Any, fresh: bool) -> str | None:
     if hasattr(sampler, "generator") and (sampler.generator is None or not fresh):
         return (
             "a shuffled DataLoader has another order in each process: pass a function of the "
-            "epoch, lambda epoch: "
-            "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(epoch))"
+            "epoch, lambda epoch: DataLoader(..., shuffle=True, "
+            "generator=torch.Generator().manual_seed(epoch))"
         )
     return None
 

@@ -172,8 +172,7 @@ def _counts(sizes: float | Sequence[float], n: int) -> list[int]:
         expected = f"numbers of examples with the sum {n}" if whole else "fractions with the sum 1"
         raise ValueError(
             f"split: sizes={sizes!r}: expected a fraction such as 0.2, a number of examples below "
-            f"{n}, or "
-            f"{expected} for two parts or more"
+            f"{n}, or {expected} for two parts or more"
         )
     ends = (
         np.array(wanted).cumsum()

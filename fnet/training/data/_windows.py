@@ -65,8 +65,7 @@ class Windows:
         if not INT32.min <= tokens.min() <= tokens.max() <= INT32.max:
             raise ValueError(
                 f"batch {step} holds tokens from {tokens.min()} to {tokens.max()}: expected "
-                f"numbers that "
-                "fit into int32. Was the file written with another dtype?"
+                "numbers that fit into int32. Was the file written with another dtype?"
             )
         tokens = tokens.astype(np.int32)
         if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
@@ -170,10 +169,8 @@ def read_tokens(path: str | os.PathLike, dtype: Any = None) -> np.ndarray:
     if dtype is None and _looks_wider(tokens):
         raise ValueError(
             f"{path}: every second 16-bit number is 0 or small, so these are tokens of 32 or 64 "
-            f"bits: "
-            "pass dtype='uint32' (or the dtype with which the file was written), or dtype='uint16' "
-            "if the "
-            "tokens are what they seem"
+            "bits: pass dtype='uint32' (or the dtype with which the file was written), or "
+            "dtype='uint16' if the tokens are what they seem"
         )
     return tokens
 

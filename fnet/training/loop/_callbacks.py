@@ -59,8 +59,7 @@ class StepEnd:
             if not number and not isinstance(value, bool | np.bool_ | MEDIA):
                 raise TypeError(
                     f"log: '{name}' is a {type(value).__name__}: expected a number, "
-                    f"tr.Histogram(values), "
-                    "tr.Image(pixels) or tr.Text(text)"
+                    "tr.Histogram(values), tr.Image(pixels) or tr.Text(text)"
                 )
         self._write(values)
 

@@ -58,8 +58,7 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
             )
             raise TypeError(
                 f"batches(i) returned {_metrics.described(leaf)}{where}: a batch is a tree of "
-                f"arrays and "
-                "numbers"
+                "arrays and numbers"
             )
 
     new, metrics = jax.eval_shape(step, state, batch)
@@ -93,8 +92,7 @@ def check_state(state: Any, new: Any) -> None:
     if lines:
         raise TypeError(
             "fit: step(state, batch) must return a state with the structure, shapes and dtypes of "
-            "the one "
-            "it takes, or the run could not be resumed:\n  " + "\n  ".join(lines)
+            "the one it takes, or the run could not be resumed:\n  " + "\n  ".join(lines)
         )
 
 
@@ -109,15 +107,13 @@ def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; "
-            f"got a "
-            f"{type(metrics).__name__}"
+            f"got a {type(metrics).__name__}"
         )
     for metric, value in metrics.items():
         if not (isinstance(value, MEDIA) or _metrics.real(value)):
             raise TypeError(
                 f"the evaluation '{name}' returned {_metrics.described(value)} as '{metric}': "
-                f"expected a "
-                "number, an array of numbers, tr.Histogram, tr.Image or tr.Text"
+                "expected a number, an array of numbers, tr.Histogram, tr.Image or tr.Text"
             )
     return metrics
 
@@ -148,8 +144,7 @@ def check_watched(
         if name not in evaluate:
             raise ValueError(
                 f"'{metric}' is the monitored metric, but evaluate= has {sorted(evaluate)}: a "
-                f"metric is called "
-                "'evaluation/metric', as in 'validation/accuracy'"
+                "metric is called 'evaluation/metric', as in 'validation/accuracy'"
             )
         if values is not None:
             known = sorted(values)
@@ -166,6 +161,5 @@ def check_watched(
         if values is not None and (isinstance(values[metric], MEDIA) or np.ndim(values[metric])):
             raise ValueError(
                 f"'{metric}' is the monitored metric, but it is "
-                f"{_metrics.described(values[metric])}: expected a "
-                "single number"
+                f"{_metrics.described(values[metric])}: expected a single number"
             )

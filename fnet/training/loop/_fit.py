@@ -327,8 +327,7 @@ def _check_functions(step, batches, evaluate):
     if not isinstance(evaluate, Mapping) or not all(map(callable, evaluate.values())):
         raise TypeError(
             "fit(..., evaluate=): expected functions by name, such as {'validation': function}; "
-            "got "
-            f"{evaluate!r}"
+            f"got {evaluate!r}"
         )
 
 

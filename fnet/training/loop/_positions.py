@@ -44,9 +44,8 @@ def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
         return every[jax.process_index()]
     warnings.warn(
         f"the data was read by {len(every)} processes and is now read by {count}: each one reads "
-        f"its epoch "
-        f"from the start up to step {step}, and the batches differ from those of an uninterrupted "
-        f"run",
+        f"its epoch from the start up to step {step}, and the batches differ from those of an "
+        "uninterrupted run",
         ResumeWarning,
         stacklevel=5,
     )

@@ -26,8 +26,7 @@ def check(steps: Any, *, total: int, workdir: Any, jit: bool) -> None:
     ):
         raise ValueError(
             f"fit(..., profile_steps=): expected consecutive steps of the {total:,}, such as "
-            f"range(1, "
-            f"6); got {steps!r}"
+            f"range(1, 6); got {steps!r}"
         )
     if isinstance(workdir, str) and "://" in workdir:
         raise ValueError(

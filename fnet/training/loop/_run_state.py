@@ -123,8 +123,7 @@ class RunState:
         if counted != self.at:
             raise ValueError(
                 f"fit: step {self.at - 1} must return a state whose `step` is {self.at}; it is "
-                f"{counted}. "
-                "Use state.apply(tx, grads), or state.replace(step=state.step + 1)"
+                f"{counted}. Use state.apply(tx, grads), or state.replace(step=state.step + 1)"
             )
 
     # Evaluations.

@@ -34,8 +34,7 @@ class Spread:
         if plan is not None and not plan.attached:
             raise ValueError(
                 f"fit: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; "
-                f"plan for "
-                "devices='local' or jax.devices() to run"
+                "plan for devices='local' or jax.devices() to run"
             )
         self.plan = plan
         self.alone = jax.process_count() == 1
@@ -66,8 +65,7 @@ class Spread:
         if jax.tree.structure(state) != jax.tree.structure(self.plan.state):
             raise ValueError(
                 "fit: the plan is for a state of another structure: plan with the init that makes "
-                "this "
-                f"one; it has {jax.tree.structure(state)}, the plan "
+                f"this one; it has {jax.tree.structure(state)}, the plan "
                 f"{jax.tree.structure(self.plan.state)}"
             )
         placed = [

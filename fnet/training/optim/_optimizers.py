@@ -188,8 +188,7 @@ def optimizer(
     if name == "muon" and "weight_decay_mask" in options:
         raise ValueError(
             "muon: expected no weight_decay_mask, because weight decay applies to the "
-            "orthogonalized "
-            "matrices; choose them with axes="
+            "orthogonalized matrices; choose them with axes="
         )
     rebuilt = partial(
         optimizer,
@@ -241,8 +240,7 @@ def _muon(axes: Axes) -> Callable[..., optax.GradientTransformation]:
             if options.get("adaptive"):
                 raise ValueError(
                     "muon: adaptive=True needs axes= instead of muon_weight_dimension_numbers=, "
-                    "because "
-                    "Optax would multiply all matrices of a stack by one number"
+                    "because Optax would multiply all matrices of a stack by one number"
                 )
             return optax.contrib.muon(
                 learning_rate,

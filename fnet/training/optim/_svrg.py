@@ -86,15 +86,13 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
         if gradient is None:
             raise ValueError(
                 "svrg: call update(grads, state, params, gradient=f), where f(params) is the "
-                "gradient of "
-                "the same batch with the same random key"
+                "gradient of the same batch with the same random key"
             )
         old = gradient(state.anchor)
         if jax.tree.structure(old) != jax.tree.structure(updates):
             raise ValueError(
                 f"svrg: gradient(params) returned {jax.tree.structure(old)}, expected the "
-                f"structure of "
-                f"the gradient, {jax.tree.structure(updates)}"
+                f"structure of the gradient, {jax.tree.structure(updates)}"
             )
         reduced = jax.tree.map(lambda new, old, full: new - old + full, updates, old, state.full)
         updates, inner = optimizer.update(reduced, state.inner, params, **extra)
@@ -125,8 +123,7 @@ def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any],
     if not isinstance(state, SVRGState):
         raise TypeError(
             f"refresh_anchor: expected the state of svrg; got a {type(state).__name__}. Apply svrg "
-            f"last: "
-            "svrg(optax.chain(...))"
+            "last: svrg(optax.chain(...))"
         )
     copied = jax.tree.map(jnp.copy, params)
     return state._replace(anchor=copied, full=full_gradient(copied))

@@ -147,8 +147,7 @@ class Logger:
             kept.write_bytes(raw)
             warnings.warn(
                 f"{path}: {len(torn)} damaged lines were left out, the first of them line "
-                f"{min(torn)}; "
-                f"the file is kept as {kept.name}",
+                f"{min(torn)}; the file is kept as {kept.name}",
                 LogWarning,
                 stacklevel=6,
             )

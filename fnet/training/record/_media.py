@@ -77,10 +77,8 @@ class Image:
         ):
             raise ValueError(
                 "Image: expected pixels [height, width], [height, width, channels] or [pictures, "
-                "height, "
-                f"width, channels] with 1, 3 or 4 channels, uint8 or floating-point from 0 to 1, "
-                f"got "
-                f"{pixels.dtype.name}{list(pixels.shape)}"
+                "height, width, channels] with 1, 3 or 4 channels, uint8 or floating-point from 0 "
+                f"to 1, got {pixels.dtype.name}{list(pixels.shape)}"
             )
         if floating:
             pixels = (

@@ -183,8 +183,7 @@ def _classes(name: str, values: Any) -> jax.Array:
     if not jnp.issubdtype(values.dtype, jnp.integer) and values.dtype != jnp.bool_:
         raise TypeError(
             f"confusion: expected {name} to be integers, the indices of classes, got "
-            f"{values.dtype}: for "
-            "example logits.argmax(-1)"
+            f"{values.dtype}: for example logits.argmax(-1)"
         )
     return (
         values if values.dtype in (jnp.int64, jnp.uint64, jnp.uint32) else values.astype(jnp.int32)
@@ -214,8 +213,7 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
             if not real(value):
                 raise TypeError(
                     f"step(state, batch): the metric '{name}' is {described(value)}: return a real "
-                    f"number, "
-                    "or training.mean(values, weight) for a mean over examples"
+                    "number, or training.mean(values, weight) for a mean over examples"
                 )
             if jnp.ndim(value) != 0:
                 raise ValueError(

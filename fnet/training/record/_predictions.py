@@ -52,8 +52,7 @@ def save_predictions(
     if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
         raise ValueError(
             "save_predictions: expected probabilities [examples, classes] and labels [examples], "
-            "got "
-            f"{list(probabilities.shape)} and {list(labels.shape)}"
+            f"got {list(probabilities.shape)} and {list(labels.shape)}"
         )
     count = probabilities.shape[1]
     names = [str(name) for name in (range(count) if classes is None else classes)]

@@ -117,8 +117,7 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
         ):
             raise ValueError(
                 f"autocast: expected policy 'auto', {', '.join(map(repr, _NAMES))} or the name of "
-                f"a chip "
-                f"in hardware.chips; got {name!r}. Nearest: "
+                f"a chip in hardware.chips; got {name!r}. Nearest: "
                 f"{', '.join(hardware.chips.nearest(name))}"
             )
     if not isinstance(policy, Policy):

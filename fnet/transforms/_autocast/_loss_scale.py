@@ -140,10 +140,8 @@ def loss_scale(
     ):
         raise ValueError(
             "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff "
-            "< 1 and "
-            f"an integer interval >= 1; got minimum={minimum}, initial={initial}, "
-            f"maximum={maximum}, "
-            f"growth={growth}, backoff={backoff}, interval={interval}"
+            f"< 1 and an integer interval >= 1; got minimum={minimum}, initial={initial}, "
+            f"maximum={maximum}, growth={growth}, backoff={backoff}, interval={interval}"
         )
     inner = optax.with_extra_args_support(inner)
 

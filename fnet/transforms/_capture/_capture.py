@@ -356,8 +356,7 @@ def _scalar(result, has_aux):
         )
         raise TypeError(
             f"capture_cotangents: with has_aux={has_aux} the function must return {kind}; it "
-            f"returned "
-            f"{what}"
+            f"returned {what}"
         )
     return value
 
@@ -366,15 +365,13 @@ def _check_original(who, site) -> None:
     if site.differentiated:
         raise ValueError(
             f"{who}: the site {site.name!r} is in a part of the function that has been "
-            f"differentiated: "
-            "its backward pass uses the original value. Apply it to the function before "
-            f"differentiation: grad({who}(f, ...))"
+            "differentiated: its backward pass uses the original value. Apply it to the function "
+            f"before differentiation: grad({who}(f, ...))"
         )
     if site.custom:
         raise ValueError(
             f"{who}: the site {site.name!r} is inside a function with custom_jvp or custom_vjp, "
-            f"whose "
-            "derivative uses the original value"
+            "whose derivative uses the original value"
         )
 
 
@@ -426,8 +423,7 @@ def _check_same(match, old, new) -> None:
     if types[0] != types[1]:
         raise TypeError(
             f"intervene: the change of {match.name!r} must return {types[0]}, as the original "
-            f"value; it "
-            f"returned {types[1]}"
+            f"value; it returned {types[1]}"
         )
 
 

@@ -41,8 +41,7 @@ def name_scopes(module: Any) -> Any:
     if nnx is None or not isinstance(module, nnx.Module):
         raise TypeError(
             f"name_scopes: expected a flax.nnx.Module, got a {type(module).__name__}; other "
-            f"libraries name "
-            "their scopes themselves"
+            "libraries name their scopes themselves"
         )
     return _copied(module, "", nnx.Module, {})
 

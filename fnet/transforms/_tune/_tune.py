@@ -142,9 +142,8 @@ class _Tuned:
             self._tuner.warned = True
             warnings.warn(
                 f"tune: the compiler options {self._tuner.lost} suit this program, but options "
-                f"belong "
-                "to the outermost jit: call ft.tune(step) itself instead of jitting it, or pass "
-                "compiler_options= to your jit",
+                "belong to the outermost jit: call ft.tune(step) itself instead of jitting it, or "
+                "pass compiler_options= to your jit",
                 stacklevel=3,
             )
         return result

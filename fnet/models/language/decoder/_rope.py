@@ -226,8 +226,7 @@ class LongScaling:
         if not len(self.short) == len(self.long) == len(rates):
             raise ValueError(
                 f"LongScaling: expected {len(rates)} divisors, one for each pair of rotated "
-                f"features, got "
-                f"{len(self.short)} and {len(self.long)}"
+                f"features, got {len(self.short)} and {len(self.long)}"
             )
         short, long = (rates / np.float32(divisors) for divisors in (self.short, self.long))
         return jnp.where((lengths > self.original_context)[:, None], long[None], short[None])

@@ -60,8 +60,7 @@ def scaling(value, config, context, long=()):
     if not set(required) <= names <= {*required, *optional}:
         raise ValueError(
             f"expected the fields {', '.join(required) or 'rope_theta and rope_type'} for the "
-            f"rope_type "
-            f"{kind!r}" + (f", and possibly {', '.join(optional)}" if optional else "")
+            f"rope_type {kind!r}" + (f", and possibly {', '.join(optional)}" if optional else "")
         )
     longest = whole(config.get("max_position_embeddings", context))
     given = {
