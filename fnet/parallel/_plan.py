@@ -20,7 +20,7 @@ from fnet.parallel._ledger import Ledger
 from fnet.parallel._pins import Avoided
 from fnet.parallel._strategies import Strategy
 from fnet.parallel._targets import Target
-from fnet.transforms._modules import ModuleStep, items_of
+from fnet.transforms._modules import ModuleStep, batch_names, items_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +215,8 @@ class Plan:
         programs: dict[Form | None, tuple[ModuleStep, Compiled]] = {}
 
         def program(args):
-            if len(args) != (items or 1) + 1:
+            batch = args[items or 1 :]
+            if len(batch) != 1 and len(batch) != len(batch_names(step, items)):
                 raise TypeError(
                     f"plan.jit: expected the {items or 1} arguments of the state and the batch; "
                     f"got {len(args)} arguments"
@@ -225,7 +226,7 @@ class Plan:
             if form not in programs:
                 module_step = ModuleStep("plan.jit", step, form, items)
                 programs[form] = module_step, self._compiled(module_step.pure)
-            return state, (arrays, args[-1]), *programs[form]
+            return state, (arrays, batch[0] if len(batch) == 1 else batch), *programs[form]
 
         def call(*args):
             state, arguments, module_step, compiled = program(args)

@@ -20,8 +20,9 @@ class ModuleStep:
 
     Args:
         who: the caller, for error messages, such as "plan".
-        step: `step(state, batch)`, or `step(*state, batch)` if `items` is not 0. It returns the new
-            state and metrics. A step that changes flax.nnx modules in place returns metrics alone.
+        step: `step(state, batch)`, or `step(*state, batch)` if `items` is not 0, or `step(*state,
+            *batch)` if it takes the arrays of a batch one by one. It returns the new state and
+            metrics. A step that changes flax.nnx modules in place returns metrics alone.
         form: the form of the state, or None for a state of arrays.
         items: the number of items of the state that are arguments of their own, see `items_of`.
 
@@ -38,11 +39,23 @@ class ModuleStep:
             state = arrays if form is None else form.unpack(arrays)
             arguments = state if items else (state,)
             with mutable.explained():
-                result = step(*arguments, batch, **options)
+                result = step(*arguments, *self._batch(batch), **options)
             new, metrics = self._split(state, result)
             return self._packed(new), metrics
 
         self.pure = pure
+
+    def _batch(self, batch: Any) -> tuple:
+        """The arguments of the step that are the batch: itself, or its items."""
+        names = batch_names(self._step, self._items)
+        if len(names) < 2:
+            return (batch,)
+        if not isinstance(batch, (tuple, list)) or len(batch) != len(names):
+            raise TypeError(
+                f"{self._who}: the step takes {', '.join(names)} after its state, so a batch must be "
+                f"a tuple of {len(names)} items; got {_described(batch)}"
+            )
+        return tuple(batch)
 
     def result(self, state: Any, arrays: Any, metrics: Any) -> Any:
         """Returns what the step itself would have returned, and writes the new arrays into the
@@ -130,11 +143,16 @@ def of_arrays(step: Callable, init: Callable) -> tuple[Callable, Callable, Calla
 
 def items_of(step: Callable, state: Any) -> int:
     """The number of items of a state that are arguments of their own: all if the state is a tuple
-    of n items and the step has one argument more, or else 0."""
+    and the step has more arguments than it has items, or else 0."""
     if type(state) is not tuple or len(state) < 2:
         return 0
     required = [name for name, optional in _positional(step) if not optional]
-    return len(state) if len(required) == len(state) + 1 else 0
+    return len(state) if len(required) > len(state) else 0
+
+
+def batch_names(step: Callable, items: int) -> list[str]:
+    """The arguments of a step after those of its state that have no default."""
+    return [name for name, optional in _positional(step) if not optional][items or 1 :]
 
 
 def _positional(step: Callable) -> list[tuple[str, bool]]:

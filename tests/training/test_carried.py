@@ -251,3 +251,33 @@ def test_train_names_what_a_module_has():
     mlp = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"got a MLP: write a step for tr\.fit"):
         tr.train(mlp, batches, optax.l2_loss, TX, steps=1)
+
+
+def test_a_step_that_takes_the_items_of_a_batch():
+    """`step(model, optimizer, x, y)`, as other libraries' examples have it, in fit and in a plan."""
+
+    def pairwise(model, optimizer, x, y):
+        loss = lambda model: jnp.square(model(x).sum(-1) - y).mean()
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return {"loss": value}
+
+    pairs = lambda i: (batches(i), np.ones(8, np.float32))
+    own, fitted, planned = (init(jax.random.key(0)) for _ in range(3))
+    jitted = nnx.jit(pairwise)
+    for i in range(3):
+        jitted(*own, *pairs(i))
+    tr.fit(pairwise, fitted, pairs, steps=3, tune=False)
+    plan = parallel.plan(pairwise, init, pairs(0), devices=jax.devices()[:1])
+    planned = plan.place(planned)
+    compiled = plan.jit(pairwise)
+    for i in range(3):
+        compiled(*planned, *pairs(i))
+    for model, _ in (fitted, planned):
+        for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(own[0]))):
+            if jnp.issubdtype(a.dtype, jnp.floating):
+                np.testing.assert_allclose(a, b, atol=1e-6)
+    with pytest.raises(
+        TypeError, match="the step takes x, y after its state, so a batch must be a"
+    ):
+        tr.fit(pairwise, init(jax.random.key(0)), batches, steps=1)
