@@ -17,7 +17,7 @@ from fnet import layers as nn
 from fnet.export import _spec
 from fnet.export._entry import Entry
 from fnet.export._tree import described, described_leaves, named_leaves
-from fnet.export.standalone._signature import WIDE, converted
+from fnet.export.standalone._signature import WIDE, converted, of_entry
 
 
 class Program:
@@ -66,6 +66,13 @@ class Program:
         f, trees, random = _plain(f, *self._trees)
         entry, constants = _traced(f, *trees, random, specs)
         return Program({**self.entries, name: entry}, {**self.weights, **constants}, self._trees)
+
+    def __repr__(self) -> str:
+        texts = (
+            of_entry(name, each.inputs, each.output, each.constraints)
+            for name, each in self.entries.items()
+        )
+        return f"<Program {'; '.join(texts)}>"
 
     def call(self, name: str, *inputs: Any, weights: Mapping[str, Any] | None = None) -> list:
         """Runs an entry point in this process and returns the leaves of its output. `weights`

@@ -386,6 +386,7 @@ def gpt(tmp_path_factory):
 
 
 def test_names_of_inputs_and_entries(gpt):
+    assert repr(gpt) == f"<Bundle {gpt.signature('predict')}>"
     with pytest.raises(export.BundleError, match=r"\(tokens, lengths\) lacks the input 'lengths'"):
         gpt(np.ones((1, 2), np.int32))
     with pytest.raises(export.BundleError, match=r"got the unexpected or repeated input 'length'"):
@@ -408,6 +409,7 @@ def test_invalid_programs():
     params, state = normed.init(jax.random.key(0), jnp.ones((2, 3)))
     by_name = export.program(normed, params, state=state, x=export.spec("b, 3"))
     assert [name for name, _ in by_name.entries["predict"].inputs] == ["x"]
+    assert repr(by_name) == "<Program predict(x: float32[b, 3]) -> float32[b, 3]>"
     with pytest.raises(ValueError, match=r"expected tests as {entry point: {input: array}}"):
         by_name.save("f", tests=[{"x": np.ones((1, 3))}])
     with pytest.raises(ValueError, match=r"export.spec: 'h = 4' is no constraint; expected a comp"):

@@ -205,13 +205,11 @@ class Bundle:
         For example "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]".
         """
         description = self._entry(entry)
-        inputs = ", ".join(
-            f"{name}: {signature.text(tree)}" for name, tree in description["inputs"]
-        )
-        where = (
-            f" where {', '.join(description['constraints'])}" if description["constraints"] else ""
-        )
-        return f"{entry}({inputs}) -> {signature.text(description['output'])}{where}"
+        parts = (description[key] for key in ("inputs", "output", "constraints"))
+        return signature.of_entry(entry, *parts)
+
+    def __repr__(self):
+        return f"<Bundle {'; '.join(map(self.signature, self.entries))}>"
 
     def check(self):
         """Runs all programs on the test inputs in the bundle, with JAX and with NumPy, and compares

@@ -263,6 +263,13 @@ def chosen(description, weights, held):
     return {name: flat[name] for name in description["weights"]}
 
 
+def of_entry(name, inputs, output, constraints):
+    """Returns the signature of an entry point as text."""
+    arguments = ", ".join(f"{argument}: {text(tree)}" for argument, tree in inputs)
+    where = f" where {', '.join(constraints)}" if constraints else ""
+    return f"{name}({arguments}) -> {text(output)}{where}"
+
+
 def text(tree):
     if tree is None:
         return "None"
