@@ -191,8 +191,8 @@ def test_interrupted_it_ends_with_the_same_error(tmp_path, nonfinite):
 
 @pytest.mark.exhaustive
 def test_train_interrupted_and_resumed(tmp_path):
-    """With dropout, statistics of batches, weights of examples, a moving average, early stopping
-    and the best state."""
+    """With loaded arrays, dropout, statistics of batches, weights of examples, a moving average,
+    early stopping and the best state."""
     rng = np.random.default_rng(0)
     x, y, weight = (
         rng.normal(size=(40, 3)).astype("f"),
@@ -200,6 +200,7 @@ def test_train_interrupted_and_resumed(tmp_path):
         rng.random(40).astype("f"),
     )
     model = nn.Sequential(nn.Dense(8), nn.BatchNorm(), jax.nn.relu, nn.Dropout(0.3), nn.Dense(2))
+    params, state = model.init(jax.random.key(7), x)
 
     def run(folder, die=None):
         def dying(end):
@@ -215,6 +216,8 @@ def test_train_interrupted_and_resumed(tmp_path):
             validation=(x, y),
             ema=0.9,
             seed=3,
+            params=params,
+            state=state,
             workdir=tmp_path / folder,
             metrics={"accuracy": lambda logits, y: logits.argmax(-1) == y},
             config={},
@@ -261,7 +264,10 @@ RESUMES = {  # "Resuming is exact", "bit for bit" (fit, docs/reliability.md, doc
     "check_devices": "training/test_check_devices.py::test_once_for_all_runs_and_processes",
 }
 TRAINS = dict.fromkeys(
-    ("epochs", "validation", "metrics", "inputs", "targets", "seed", "ema", "every", "steps"),
+    (
+        *("epochs", "validation", "metrics", "inputs", "targets", "seed", "ema", "every", "steps"),
+        "params",  # with the state
+    ),
     "training/test_promises.py::test_train_interrupted_and_resumed",
 )
 SITUATIONS = {  # "resumes exactly" in other situations
