@@ -76,10 +76,8 @@ def _scores(method, call, groups, f, args, kwargs, loss) -> dict[int, np.ndarray
 
 
 def _mean_square(call, x, i, axis, position):
-    """Splits an axis of x into several smaller axes, of which the integer `position` selects one.
-    Returns the mean square of x for each index along the selected axis. For example, if an axis of
-    x is split into [heads, head_dim], `position` 0 selects the axis of heads, and the result
-    contains one mean square for each head."""
+    """The mean square of x for each index along one of the axes into which an axis splits, such as
+    heads of [heads, head_dim]."""
     sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
     x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
     return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))

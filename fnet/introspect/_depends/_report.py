@@ -92,7 +92,7 @@ class Verdict:
         """
         if self._report is None:
             return False
-        arrays = self._report.arrays(args, kwargs)
+        arrays = self._report._arrays_of(args, kwargs)
         if any(_as(arrays[i], x).tobytes() != x.tobytes() for i, x in self._constants.items()):
             return False
         if self.status == "proved":
@@ -103,9 +103,9 @@ class Verdict:
     @functools.cached_property
     def _checked(self) -> Callable:
         assert self._report is not None
-        return jax.jit(self._report.conditions(self))
+        return jax.jit(self._report._checks_of(self))
 
-    def and_(self, other: Verdict) -> Verdict:
+    def _and(self, other: Verdict) -> Verdict:
         """This claim together with another one of the same report."""
         if other.status not in ("proved", "proved if"):
             return dataclasses.replace(other, claim=f"{self.claim}, {other.claim}")
@@ -182,7 +182,7 @@ class Dependence:
     def closed(self) -> Any:
         return self._traced.closed
 
-    def arrays(self, args: tuple, kwargs: Mapping) -> list:
+    def _arrays_of(self, args: tuple, kwargs: Mapping) -> list:
         """The arrays of arguments like those of `depends`.
 
         Raises:
@@ -215,7 +215,7 @@ class Dependence:
         found = self._decided(claim, trials)
         if isinstance(claim, Segments) and found.status in ("proved", "proved if"):
             for rows in claim.apart:
-                found = found.and_(self._decided(rows, trials))
+                found = found._and(self._decided(rows, trials))
         return found
 
     def padding(
@@ -298,15 +298,15 @@ class Dependence:
         >>> error.get() is None
         False
         """
-        run = self.conditions(*verdicts)
+        run = self._checks_of(*verdicts)
 
         def computed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            error, outputs = run(*self.arrays(args, kwargs))
+            error, outputs = run(*self._arrays_of(args, kwargs))
             return error, self._traced.tree(outputs)[0]
 
         return computed
 
-    def conditions(self, *verdicts: Verdict) -> Callable:
+    def _checks_of(self, *verdicts: Verdict) -> Callable:
         """Returns a function of the arrays in the arguments that returns (error, the arrays in the
         result), as `checked`."""
         every = {each.key: each for verdict in verdicts for each in verdict.conditions}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax, jaxpr
-from fnet.jaxpr import DOT, Value, cut_out, has_shardings, inlined, restore
+from fnet.jaxpr import DOT, Value, cut_out, has_shardings, inlined, nbytes, restore
 from fnet.transforms._autocast._lowered import lowered
 
 LARGE = 1 << 17
@@ -191,18 +190,14 @@ def _worthwhile(parts: Any, sums: Sequence[Sum]) -> list[Sum]:
     program = parts.jaxpr
     _, _, slices = parts.split(program.invars)
     stacked = [*slices, *program.outvars[parts.carry :]]
-    space = sum(_bytes(v.aval) for v in stacked)
+    space = sum(nbytes(v.aval) for v in stacked)
     chosen = []
     for each in sums:
         result = each.dot.outvars[0].aval
         factors = {v: v.aval.size * _factor(each).itemsize for v in each.dot.invars}
         added = sum(size for v, size in factors.items() if v not in stacked)
         large = parts.length * result.size >= LARGE
-        if large and TIMES * sum(factors.values()) <= _bytes(result) and added <= space:
+        if large and TIMES * sum(factors.values()) <= nbytes(result) and added <= space:
             space -= added
             chosen.append(each)
     return chosen
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
