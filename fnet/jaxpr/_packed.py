@@ -221,9 +221,7 @@ def has_modules(tree: Any) -> bool:
         return True
     items = jax.tree.leaves(tree, is_leaf=_is_item)
     return any(
-        not all(map(is_array, jax.tree.leaves(x)))
-        if _is_model(x)
-        else not is_array(x) and not is_implicit(x) and not isinstance(x, _NUMBERS)
+        not all(map(is_array, jax.tree.leaves(x))) if _is_model(x) else not _is_value(x)
         for x in items
     )
 
@@ -263,7 +261,7 @@ def _part(place: tuple, item: Any, groups: Iterator) -> tuple[Any, Any]:
         return module, _nested(place, module.names, arrays)
     if _is_model(item):
         return _node(place, item)
-    if is_array(item) or is_implicit(item) or isinstance(item, _NUMBERS):
+    if _is_value(item):
         return None, item
     return static(item, _joined(place) or "the tree"), None
 
@@ -271,7 +269,7 @@ def _part(place: tuple, item: Any, groups: Iterator) -> tuple[Any, Any]:
 def _node(place: tuple, item: Any) -> tuple[_Node, Any]:
     inner = lambda x: is_implicit(x) and x is not item
     leaves = jax.tree.leaves_with_path(item, is_leaf=inner)
-    arrays = [is_array(x) or is_implicit(x) for _, x in leaves]
+    arrays = [is_implicit(x) or is_array(x) for _, x in leaves]
     names = tuple(tuple(map(_name, path)) for path, _ in leaves)
     statics = tuple(
         None if array else static(x, _joined((*place, *name)))
@@ -298,6 +296,12 @@ def _restored(part: Any, payload: Any, module: Any) -> Any:
 
 def _is_item(x: Any) -> bool:
     return is_implicit(x) or _is_model(x)
+
+
+def _is_value(x: Any) -> bool:
+    """Whether a leaf is an array or a number. An implicit array may hold only the fixed parameters
+    of another one, and then has no shape, so it is not asked for it."""
+    return is_implicit(x) or is_array(x) or isinstance(x, _NUMBERS)
 
 
 def _is_model(x: Any) -> bool:

@@ -8,7 +8,8 @@ import optax
 import pytest
 from flax import nnx
 
-from fnet import parallel
+from fnet import compress, parallel
+from fnet import layers as nn
 from fnet import training as tr
 
 pytestmark = pytest.mark.usefixtures("quickly", "standard_promotion")
@@ -281,3 +282,24 @@ def test_a_step_that_takes_the_items_of_a_batch():
         TypeError, match="the step takes x, y after its state, so a batch must be a"
     ):
         tr.fit(pairwise, init(jax.random.key(0)), batches, steps=1)
+
+
+def test_quantized_parameters_whose_base_is_fixed(tmp_path):
+    """The trained half of a `LowRank` over an `Int4` has no array of the base, and no shape."""
+    params = compress.quantize({"fc": {"kernel": jnp.ones((8, 6))}}, {"fc": compress.Int4(8)})
+    params = compress.lora(jax.random.key(0), params, {"fc/kernel": 2})
+    trained, fixed = nn.partition(params, ".*/[ab]")
+
+    @jax.jit
+    def step(state, x):
+        def loss(trained):
+            whole = compress.materialize(nn.combine(trained, state.state))
+            return jnp.square(x @ whole["fc"]["kernel"] - 1).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply(TX, grads), {"loss": value}
+
+    data = lambda i: np.random.default_rng(i).normal(size=(4, 8)).astype(np.float32)
+    state = tr.TrainState.create(trained, TX, state=fixed)
+    ended = tr.fit(step, state, data, steps=3, workdir=tmp_path, config={}, tensorboard=False)
+    assert int(ended.step) == 3
