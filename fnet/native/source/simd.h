@@ -1,0 +1,137 @@
+// Vectors of float32 for AVX-512, AVX2, NEON, and any other CPU, by the vector extensions of GCC and
+// Clang. The library is compiled on the machine that runs it (-march=native), so the width is known here
+// and no code chooses at run time. Arithmetic is written with operators: the compiler contracts
+// `a * b + c` to a fused multiply-add (-ffp-contract=fast).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace fnet {
+
+// A register tile of a matrix product holds ROWS x COLUMNS vectors of sums. Beside them, a row of
+// COLUMNS vectors and one broadcast value must fit into the registers: 32, or 16 for AVX2 and SSE.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16, ROWS = 6, COLUMNS = 4;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8, ROWS = 6, COLUMNS = 2;
+#elif defined(__aarch64__)
+constexpr int WIDTH = 4, ROWS = 6, COLUMNS = 4;
+#else
+constexpr int WIDTH = 4, ROWS = 6, COLUMNS = 2;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+
+// Loops over a register tile must be unrolled completely, or the sums live in memory.
+#define FNET_UNROLL _Pragma("GCC unroll 16")
+
+#if defined(__GNUC__)
+#define FNET_INLINE inline __attribute__((always_inline))
+#else
+#define FNET_INLINE inline
+#endif
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+FNET_INLINE To bits_of(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a value keeps its size");
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// ---- float32: whole vectors, and the first `count` elements (0 to WIDTH) with zeros behind them
+
+FNET_INLINE Floats broadcast(float value) { return value - Floats{}; }  // -0 - 0 is -0
+
+FNET_INLINE Floats load(const float* from) {
+  Floats vector;
+  std::memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+
+FNET_INLINE void store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof(vector)); }
+
+#if defined(__AVX512F__)
+FNET_INLINE __mmask16 first(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
+FNET_INLINE Floats load(const float* from, int64_t count) { return _mm512_maskz_loadu_ps(first(count), from); }
+FNET_INLINE void store(float* to, Floats vector, int64_t count) { _mm512_mask_storeu_ps(to, first(count), vector); }
+#elif defined(__AVX2__)
+FNET_INLINE __m256i first(int64_t count) {
+  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), index);
+}
+FNET_INLINE Floats load(const float* from, int64_t count) { return _mm256_maskload_ps(from, first(count)); }
+FNET_INLINE void store(float* to, Floats vector, int64_t count) { _mm256_maskstore_ps(to, first(count), vector); }
+#else
+FNET_INLINE Floats load(const float* from, int64_t count) {
+  Floats vector = {};
+  for (int64_t i = 0; i < count; i++) vector[i] = from[i];
+  return vector;
+}
+FNET_INLINE void store(float* to, Floats vector, int64_t count) {
+  for (int64_t i = 0; i < count; i++) to[i] = vector[i];
+}
+#endif
+
+// ---- bfloat16: widened to float32, and rounded to the nearest (ties to even; a NaN becomes quiet)
+
+FNET_INLINE float widen(float value) { return value; }
+FNET_INLINE float widen(bfloat16 value) { return bits_of<float>(static_cast<uint32_t>(value.bits) << 16); }
+
+template <class To>
+FNET_INLINE To narrow(float value);
+template <>
+FNET_INLINE float narrow<float>(float value) {
+  return value;
+}
+template <>
+FNET_INLINE bfloat16 narrow<bfloat16>(float value) {
+  const uint32_t bits = bits_of<uint32_t>(value);
+  if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
+  return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+
+FNET_INLINE Floats load(const bfloat16* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  return bits_of<Floats>(__builtin_convertvector(halves, Words) << 16);
+}
+
+FNET_INLINE Floats load(const bfloat16* from, int64_t count) {
+  Halves halves = {};
+  std::memcpy(&halves, from, 2 * static_cast<size_t>(count));
+  return bits_of<Floats>(__builtin_convertvector(halves, Words) << 16);
+}
+
+FNET_INLINE Halves rounded(Floats vector) {
+  const Words bits = bits_of<Words>(vector);
+  const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Words quiet = (bits >> 16) | 0x40;
+  return __builtin_convertvector(vector != vector ? quiet : nearest, Halves);
+}
+
+FNET_INLINE void store(bfloat16* to, Floats vector) {
+  const Halves halves = rounded(vector);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+FNET_INLINE void store(bfloat16* to, Floats vector, int64_t count) {
+  const Halves halves = rounded(vector);
+  std::memcpy(to, &halves, 2 * static_cast<size_t>(count));
+}
+
+}  // namespace fnet
