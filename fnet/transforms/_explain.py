@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from fnet import native
 from fnet._util._text_table import aligned
 from fnet.hardware import Chip, Policy
 from fnet.jaxpr import opaque_operations, unsupported
@@ -174,4 +175,5 @@ def _tuning(step, chip, rules, measure, args, kwargs):
     )
     tuner = Tuner(rules, rows)
     opaque = opaque_operations(tuner.examine(step, args, kwargs).jaxpr)
-    return Tuning(chip, rules, tuner.lost, tuple(rows), unsupported(), opaque, measured)
+    disabled = *unsupported(), *native.missing()
+    return Tuning(chip, rules, tuner.lost, tuple(rows), disabled, opaque, measured)

@@ -32,6 +32,7 @@ from fnet.transforms._tune._convolutions import (
     small_input,
 )
 from fnet.transforms._tune._layout import transposed
+from fnet.transforms._tune._native import native_convolution
 
 F32 = jnp.dtype("float32")
 LARGE = 1 << 19  # minimum elements of a product's operand; for smaller ones, XLA is equally fast
@@ -318,6 +319,12 @@ RULES = (
         ("select_and_scatter_add",),
         max_pool_gradient,
         "the largest element's place is found elementwise",
+    ),
+    Rule(
+        "native_convolution",
+        ("conv_general_dilated", "lowered"),
+        native_convolution,
+        "fnet's own kernel",
     ),
     Rule(
         "depthwise_convolution",

@@ -26,8 +26,8 @@ class Tuner(Interpreter):
     """Evaluates the equations of a jaxpr, and applies the rewrite rules of tune to them. The
     attribute `note` of a value is True if the value can be read without a computation: a function
     argument, a view of an argument, or a broadcast scalar (see `_cpu`). The attribute `note`
-    is a tuple if the value is a transposed array (see `_tune_layout`). For any other value, `note`
-    is None."""
+    is a tuple if the value is a transposed array (see `_tune_layout`), and a frozenset of axes if
+    the value was just reversed along them. For any other value, `note` is None."""
 
     def __init__(self, rules, rows=None):
         super().__init__()
@@ -104,6 +104,9 @@ class Tuner(Interpreter):
             inputs[0].note is True or np.ndim(inputs[0].x) == 0
         ):
             return [Value(y.x, True) for y in plain(eqn, inputs)]
+        if eqn.primitive.name == "rev":
+            axes = frozenset(jaxpr.options(eqn).dimensions)
+            return [Value(y.x, axes) for y in plain(eqn, inputs)]
         return NotImplemented if (outputs := followed(eqn, inputs)) is None else outputs
 
 

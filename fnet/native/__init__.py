@@ -1,0 +1,15 @@
+"""Kernels in C++ for operations that XLA computes slowly on CPUs. `fnet.transforms.tune` uses them.
+
+`library` compiles them with the system's compiler when they are first needed, and keeps them in the
+cache folder. Each operation is a primitive whose result is equal to that of JAX's own operation up
+to rounding. Where the kernels cannot be used, such as in a program that is exported, differentiated
+or divided over devices, the primitive is JAX's own operation.
+
+- `convolution`, `convolution_p`, `form`: convolutions and their gradients.
+- `library`, `Library`, `missing`: the compiled kernels, or the reason why there are none.
+"""
+
+from fnet.native._convolution import convolution, convolution_p, form
+from fnet.native._library import Library, library, missing
+
+__all__ = ["Library", "convolution", "convolution_p", "form", "library", "missing"]

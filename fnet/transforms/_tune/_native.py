@@ -1,0 +1,51 @@
+"""Rules of tune for CPUs that call the kernels of `fnet.native`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from fnet import jaxpr, native
+from fnet.hardware._onednn import onednn
+
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+WORK = 1 << 20  # minimum multiplications of a convolution for a call of a kernel
+CHANNELS = 8  # minimum channels of a group
+
+
+def native_convolution(eqn, inputs):
+    """Computes a convolution, or one of its gradients, by a kernel in C++."""
+    product = jaxpr.product(eqn)
+    if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
+        return None
+    x, w = (value.x for value in inputs)
+    result = eqn.outvars[0].aval
+    if result.size * product.summed < WORK or result.dtype not in (F32, BF16):
+        return None
+    if product.dtype == BF16 and onednn():
+        return None
+    how = native.form(product.options, x.shape, w.shape, result.shape)
+    if how is None or not _wide(product, x, w) or not native.library():
+        return None
+    space = frozenset(product.dimensions.rhs_spec[2:])
+    # JAX reverses the kernel for the gradient of the input. XLA removes a reversal of a reversal.
+    flipped = inputs[1].note == space
+    return [
+        native.convolution(
+            x,
+            lax.rev(w, tuple(space)) if flipped else w,
+            options=product.options,
+            compute=product.dtype,
+            out=result.dtype,
+            flipped=flipped,
+        )
+    ]
+
+
+def _wide(product, x, w) -> bool:
+    """Whether each group has enough channels for the kernel's vectors."""
+    (features, batches), (lhs, rhs, _) = product.groups, product.dimensions
+    if max(features, batches) == 1:
+        return True
+    channels = x.shape[lhs[1] if features > 1 else lhs[0]], w.shape[rhs[0]]
+    return min(channels) // max(features, batches) >= CHANNELS
