@@ -193,7 +193,7 @@ def splash_attention(
     q: Any,
     k: Any,
     v: Any,
-    lengths: Any,
+    ids: Any,
     *rest: Any,
     causal: Any,
     window: Any,
@@ -202,7 +202,8 @@ def splash_attention(
     interpret: Any = False,
 ) -> Any:
     """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t,
-    d] and k, v [g, s, d]. The function does not scale the attention logits, so the caller must pass
+    d] and k, v [g, s, d]. A query attends only to keys with its own number in `ids`, None or
+    integers ([t], [s]). The function does not scale the attention logits, so the caller must pass
     scaled queries q.
 
     If the arguments `rest` are not passed, the function computes the forward pass of attention. The
@@ -237,10 +238,7 @@ def splash_attention(
         save_residuals=residuals and not rest,
         interpret=interpret,
     )
-    ids = None
-    if lengths is not None:
-        keys = jnp.arange(k.shape[1], dtype=jnp.int32) < lengths
-        ids = splash.SegmentIds(jnp.ones(q.shape[1], jnp.int32), keys.astype(jnp.int32))
+    ids = ids and splash.SegmentIds(*ids)
     with check_vma(False):  # the kernels do not state over which mesh axes results vary
         return _run(kernels, kernel, q, k, v, ids, *rest)
 

@@ -40,6 +40,7 @@ from fnet.layers._partition import combine, partition
 from fnet.layers._pool import AvgPool, Flatten, GlobalAvgPool, MaxPool
 from fnet.layers._recurrent import GRU, LSTM, RNN
 from fnet.layers._scope import Scope
+from fnet.layers._segments import next_tokens, segment_positions
 from fnet.layers._spec import ParamSpec, Spec, count_parameters
 
 __all__ = [
@@ -83,9 +84,11 @@ __all__ = [
     "linen_variables",
     "load_balancing_loss",
     "method",
+    "next_tokens",
     "nnx_variables",
     "partition",
     "router_z_loss",
+    "segment_positions",
     "to_linen",
     "to_nnx",
     "update_nnx",

@@ -29,6 +29,7 @@ from fnet.layers import _attend_flash as flash
 from fnet.layers import _attend_xla as xla
 from fnet.layers._attend_xla import Form, Products
 from fnet.layers._explicit import like
+from fnet.layers._segments import numbered, padded
 from fnet.layers._sizes import integers, sized
 
 
@@ -40,6 +41,7 @@ def dot_product_attention(
     mask: jax.Array | None = None,
     lengths: jax.Array | None = None,
     starts: jax.Array | None = None,
+    segments: jax.Array | None = None,
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -74,6 +76,9 @@ def dot_product_attention(
             (padding) are ignored. Default None: all are valid.
         starts: integers [b], the position of the first query of each example, counted from the
             example's first key, for `causal` and `window`. Default None: 0.
+        segments: integers [b, t], for texts that are packed into one row, where t = s: the number
+            of the text of each token, or 0 for padding. A query attends only to keys of its own
+            text, and padding to none. Default None: one text in each row.
         causal: whether a query attends only to its own and earlier positions. Default False.
         window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends
             to the last `window` keys, its own included; without, to all keys less than `window`
@@ -89,7 +94,8 @@ def dot_product_attention(
         those of other queries.
 
     Raises:
-        ValueError: the shapes do not match, `window` is less than 1, or `softcap` is not positive.
+        ValueError: the shapes do not match, `window` is less than 1, `softcap` is not positive, or
+            `segments` and `starts` are combined.
         TypeError: the dtypes differ or are not floating-point.
 
     Source: Vaswani et al. (2017), Attention Is All You Need, section 3.2.
@@ -103,6 +109,10 @@ def dot_product_attention(
         None if x is None else integers(x, b, f"dot_product_attention: {name}")
         for x, name in ((lengths, "lengths"), (starts, "starts"))
     )
+    if segments is not None:
+        segments = _segments_of(segments, starts, b, t, s)
+        if lengths is not None:
+            segments, lengths = padded(segments, lengths), None
     if window is not None and window < 1:
         raise ValueError(f"dot_product_attention: window must be >= 1; got {window}")
     if softcap is not None and not softcap > 0:
@@ -114,6 +124,7 @@ def dot_product_attention(
         mask=mask,
         lengths=lengths,
         starts=starts,
+        segments=segments,
         causal=causal,
         window=window,
         scale=scale,
@@ -129,6 +140,7 @@ def attend(
     mask: jax.Array | None = None,
     lengths: jax.Array | None = None,
     starts: jax.Array | None = None,
+    segments: jax.Array | None = None,
     causal: bool,
     window: int | None,
     scale: float | None = None,
@@ -136,8 +148,8 @@ def attend(
 ) -> jax.Array:
     """Computes `dot_product_attention` for arguments that are already validated; the mask has four
     axes."""
-    where = {"mask": mask, "lengths": lengths, "starts": starts}
-    given = tuple(name for name, x in where.items() if x is not None)
+    where = where_seen(mask, lengths, starts, segments)
+    given = tuple(where)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     form = Form(
         bool(causal),
@@ -148,10 +160,33 @@ def attend(
         None if softcap is None else float(softcap),
     )
     _jax.kernels.tell_devices(attention_p, backward_p)
-    arrays = _jax.vary_alike(query, key, value, *(where[name] for name in given))
+    arrays = _jax.vary_alike(query, key, value, *where.values())
     return attention_p.bind(
         *arrays, form=form, compute=query.dtype, outs=(query.dtype,), residuals=False
     )[0]
+
+
+def where_seen(
+    mask: jax.Array | None,
+    lengths: jax.Array | None,
+    starts: jax.Array | None,
+    segments: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """Returns the optional arrays of an attention that are not None, by name, in the order of
+    `Form.given`."""
+    where = {"mask": mask, "lengths": lengths, "starts": starts, "segments": segments}
+    return {name: x for name, x in where.items() if x is not None}
+
+
+def _segments_of(
+    segments: jax.Array, starts: jax.Array | None, b: int, t: int, s: int
+) -> jax.Array:
+    who = "dot_product_attention: segments"
+    if starts is not None:
+        raise ValueError(f"{who} cannot be combined with starts: packed rows begin at position 0")
+    if t != s:
+        raise ValueError(f"{who} need as many keys as queries; got {t} queries and {s} keys")
+    return numbered(segments, (b, t), who)
 
 
 def mask_of(mask: jax.Array, shape: tuple[int, ...], what: str) -> jax.Array:
@@ -376,7 +411,7 @@ def _axes(eqn: Any) -> tuple:
     """
     (b, t, h, d), (_, s, g, _) = (v.aval.shape for v in eqn.invars[:2])
     sizes = {"b": b, "t": t, "s": s, "g": g, "r": h // g, "d": d, "o": 1}
-    names = {"lengths": "b", "starts": "b"}
+    names = {"lengths": "b", "starts": "b", "segments": "b t"}
     if "mask" in (given := _form(**eqn.params)[0].given):
         shape = eqn.invars[3 + given.index("mask")].aval.shape
         names["mask"] = " ".join(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
-from fnet.layers._attend_xla import Form, cast
+from fnet.layers._attend_xla import Form, alike, cast
 from fnet.layers._sizes import sized
 
 AMPERE, HOPPER = 8.0, 9.0
@@ -71,8 +71,8 @@ def _cudnn(form: Form, compute: Any, t: int, s: int, d: int) -> str | None:
     if form.causal and t != s:
         return f"cuDNN's causal mask needs equal numbers of queries and keys, not {t} and {s}"
     if form.window is not None and (not form.causal or form.given or version < 90200):
-        return "cuDNN's sliding window needs cuDNN 9.2 and causal=True, without lengths or mask"
-    if "mask" in form.given and (t % 2 or s % 2):
+        return "cuDNN's sliding window needs cuDNN 9.2 and causal=True, without lengths, segments or mask"
+    if not {"mask", "segments"}.isdisjoint(form.given) and (t % 2 or s % 2):
         return f"cuDNN's masks need even times, not {t} and {s}"
     return None
 
@@ -81,7 +81,9 @@ def _splash(form: Form, compute: Any, t: int, s: int, d: int) -> str | None:
     if compute not in (jnp.bfloat16, jnp.float32):
         return f"the TPU's kernel needs bfloat16 or float32, not {compute}"
     if "mask" in form.given:
-        return "the TPU's kernel supports causal=, window= and lengths=, but no other mask"
+        return (
+            "the TPU's kernel supports causal=, window=, lengths= and segments=, but no other mask"
+        )
     if t % 128 or s % 128 or min(t, s) < 512:
         return f"the TPU's kernel needs times >= 512 that are multiples of 128, not {t} and {s}"
     if d > 256:
@@ -120,10 +122,10 @@ def forward(
     as the logsumexp of each row of logits, so exp(logits - peak) is already normalized, and the
     divisor `total` is 1 everywhere.
     """
-    arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
+    arrays, kinds, hidden = _operands(platform, form, compute, q, k, v, where)
     results = ("bthd", "bht") if residuals else ("bthd",)
     out, *sums = _split(_KERNELS[platform][0], form, tuple(kinds), results, partitioning)(*arrays)
-    out = _silent(_blind(form, mask, lengths), out)
+    out = _silent(_blind(form, hidden), out)
     return [out, *sums, *(jnp.ones_like(x) for x in sums)]
 
 
@@ -137,32 +139,50 @@ def backward(
     v: jax.Array,
     *rest: jax.Array,
 ) -> list:
-    """Returns the cotangents of q, k and v. `rest` contains the optional arrays (mask, lengths),
-    the results of `forward` (out, peak, total), and the cotangent of the output."""
+    """Returns the cotangents of q, k and v. `rest` contains the optional arrays (mask, lengths,
+    segments), the results of `forward` (out, peak, total), and the cotangent of the output."""
     *where, out, peak, _, gradient = rest
-    arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
-    blind = _blind(form, mask, lengths)
+    arrays, kinds, hidden = _operands(platform, form, compute, q, k, v, where)
+    blind = _blind(form, hidden)
     kinds = (*kinds, "bht", "bthd", "bthd")
     run = _split(_KERNELS[platform][1], form, kinds, ("bthd", "bsgd", "bsgd"), partitioning)
     gradient = _silent(blind, gradient)
     of_q, of_k, of_v = run(*arrays, peak, cast(out, compute), cast(gradient, compute))
-    if lengths is not None:
+    if hidden.lengths is not None:
         # The cotangents of padding keys are 0, but kernels return arbitrary values.
-        real = _real(lengths, k)[:, :, None, None]
+        real = _real(hidden.lengths, k)[:, :, None, None]
         of_k, of_v = (jnp.where(real, x, 0) for x in (of_k, of_v))
     return [_silent(blind, of_q), of_k, of_v]
 
 
-def _operands(
-    form: Form, compute: Any, q: jax.Array, k: jax.Array, v: jax.Array, where: Iterable
-) -> tuple:
-    """Returns (the operands of a kernel, the axes of each operand, (mask, lengths)).
+class _Hidden(NamedTuple):
+    """The arrays by which a kernel hides keys from queries, or None."""
 
-    The returned mask and lengths are those that the kernel uses, or None. If the caller passed both
-    a mask and lengths, they are combined into one mask.
+    mask: jax.Array | None
+    lengths: jax.Array | None
+    segments: jax.Array | None
+
+
+def _operands(
+    platform: str,
+    form: Form,
+    compute: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    where: Iterable,
+) -> tuple[list, Any, _Hidden]:
+    """Returns (the operands of a kernel, the axes of each operand, what the kernel hides).
+
+    If the caller passed both a mask and lengths, they are combined into one mask. cuDNN's kernels
+    do not know segments, which become a mask there.
     """
     given = dict(zip(form.given, where))
-    mask, lengths = given.get("mask"), given.get("lengths")
+    mask, lengths, segments = map(given.get, _Hidden._fields)
+    if segments is not None and platform == "cuda":
+        together = alike(segments, segments)
+        mask = together if mask is None else mask & together
+        segments = None
     arrays, kinds = [cast(x, compute) for x in (q, k, v)], ["bthd", "bsgd", "bsgd"]
     if mask is not None:
         if lengths is not None:
@@ -176,7 +196,10 @@ def _operands(
         lengths = lengths.astype(jnp.int32)
         arrays.append(lengths)
         kinds.append("b")
-    return arrays, kinds, (mask, lengths)
+    if segments is not None:
+        arrays.append(segments.astype(jnp.int32))
+        kinds.append("bt")
+    return arrays, kinds, _Hidden(mask, lengths, segments)
 
 
 def _real(lengths: jax.Array, k: jax.Array) -> jax.Array:
@@ -184,13 +207,15 @@ def _real(lengths: jax.Array, k: jax.Array) -> jax.Array:
     return jnp.arange(k.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
 
 
-def _blind(form: Form, mask: jax.Array | None, lengths: jax.Array | None) -> jax.Array | None:
+def _blind(form: Form, hidden: _Hidden) -> jax.Array | None:
     """Returns booleans, broadcastable to [b, h, t], that are True for queries that attend to no
     key.
 
-    Returns None if `mask` and `lengths` are None, because every query then attends to at least one
-    key.
+    Returns None if no array hides keys, because every query then attends to at least one key.
     """
+    mask, lengths, segments = hidden
+    if segments is not None:  # every other query attends at least to its own key
+        return (segments == 0)[:, None]
     if mask is None:
         return None if lengths is None else (lengths <= 0)[:, None, None]
     if form.causal:
@@ -207,14 +232,16 @@ def _silent(blind: jax.Array | None, x: jax.Array) -> jax.Array:
 
 
 def _named(kinds: tuple[str, ...], arrays: Any) -> tuple:
-    """Splits `arrays` into (bias, lengths, list of the other arrays).
+    """Splits `arrays` into (bias, lengths, segments, list of the other arrays).
 
-    `arrays` contains the operands that follow query, key and value. `bias` and `lengths` are None
-    if they were not passed.
+    `arrays` contains the operands that follow query, key and value. `bias`, `lengths` and
+    `segments` are None if they were not passed.
     """
     rest = list(arrays)
     bias = rest.pop(0) if len(kinds) > 3 and kinds[3].endswith("ts") else None
-    return bias, rest.pop(0) if "b" in kinds else None, rest
+    lengths = rest.pop(0) if "b" in kinds else None
+    segments = rest.pop(0) if "bt" in kinds else None
+    return bias, lengths, segments, rest
 
 
 def _cudnn_attention(
@@ -226,7 +253,7 @@ def _cudnn_attention(
     v: jax.Array,
     *rest: jax.Array,
 ) -> tuple:
-    bias, lengths, rest = _named(kinds, rest)
+    bias, lengths, _, rest = _named(kinds, rest)
     return tuple(
         _jax.kernels.cudnn_attention(
             q,
@@ -252,15 +279,14 @@ def _splash_forward(
     v: jax.Array,
     *rest: jax.Array,
 ) -> tuple:
-    _, lengths, _ = _named(kinds, rest)
+    _, lengths, segments, _ = _named(kinds, rest)
     how = dict(
         causal=form.causal, window=form.window, block=_block(q, k), residuals=len(results) > 1
     )
-    kernel = lambda q, k, v, *n: _jax.kernels.splash_attention(q, k, v, n[0] if n else None, **how)
+    kernel = lambda q, k, v, ids: _jax.kernels.splash_attention(q, k, v, ids, **how)
+    ids = _segment_ids(lengths, segments, q, k)
     q = cast(q.astype(jnp.float32) * form.scale, q.dtype)
-    out, *sums = jax.vmap(kernel)(
-        *map(_heads_first, (q, k, v)), *([] if lengths is None else [lengths])
-    )
+    out, *sums = jax.vmap(kernel)(*map(_heads_first, (q, k, v)), ids)
     return _heads_first(out), *sums
 
 
@@ -273,18 +299,26 @@ def _splash_backward(
     v: jax.Array,
     *rest: jax.Array,
 ) -> tuple:
-    _, lengths, (peak, out, gradient) = _named(kinds, rest)
+    _, lengths, segments, (peak, out, gradient) = _named(kinds, rest)
     how = dict(causal=form.causal, window=form.window, block=_block(q, k))
-    kernel = lambda q, k, v, p, o, g, *n: _jax.kernels.splash_attention(
-        q, k, v, n[0] if n else None, o, p, g, **how
-    )
+    kernel = lambda q, k, v, ids, *rest: _jax.kernels.splash_attention(q, k, v, ids, *rest, **how)
+    ids = _segment_ids(lengths, segments, q, k)
     q = cast(q.astype(jnp.float32) * form.scale, q.dtype)
     q, k, v, out, gradient = map(_heads_first, (q, k, v, out, gradient))
-    gradients = jax.vmap(kernel)(
-        q, k, v, peak, out, gradient, *([] if lengths is None else [lengths])
-    )
+    gradients = jax.vmap(kernel)(q, k, v, ids, out, peak, gradient)
     of_q, of_k, of_v = map(_heads_first, gradients)
     return cast(of_q.astype(jnp.float32) * form.scale, of_q.dtype), of_k, of_v
+
+
+def _segment_ids(
+    lengths: jax.Array | None, segments: jax.Array | None, q: jax.Array, k: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns two integer arrays, [b, t] and [b, s]: a query attends to keys with its own number."""
+    if segments is not None:
+        return segments, segments
+    if lengths is None:
+        return None
+    return jnp.ones(q.shape[:2], jnp.int32), _real(lengths, k).astype(jnp.int32)
 
 
 def _heads_first(x: jax.Array) -> jax.Array:

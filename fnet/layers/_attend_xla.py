@@ -27,7 +27,7 @@ class Form:
     Attributes:
         causal, window, scale, softcap: as in `dot_product_attention`.
         given: the names of the optional arrays that were passed, in the order "mask", "lengths",
-            "starts". The optional arrays follow query, key and value in the operands.
+            "starts", "segments". The optional arrays follow query, key and value in the operands.
         precision: the precision of the matrix products, as in `jax.default_matmul_precision`. None:
             the platform's default.
     """
@@ -227,7 +227,7 @@ def backward(
 ) -> tuple:
     """Returns the cotangents of q, k and v.
 
-    `rest` contains the optional arrays (mask, lengths, starts), the three results of `forward`, and
+    `rest` contains the optional arrays (mask, lengths, starts, segments), the three results of `forward`, and
     the cotangent of the attention output. The results of `forward` are the attention output, the
     maximum `peak` of each row of logits, and the row sum `total` of exp(logits - peak).
 
@@ -323,7 +323,8 @@ def seen(form: Form, at: Span, shape: tuple[int, ...], where: Any) -> Any:
         form: the options of the attention.
         at: a block of queries, and the range of keys to which these queries may attend.
         shape: (t, s) of all queries and keys.
-        where: the optional arrays (mask, lengths, starts) whose names are in `form.given`.
+        where: the optional arrays (mask, lengths, starts, segments) whose names are in
+            `form.given`.
     """
     given = dict(zip(form.given, where))
     found = []
@@ -341,6 +342,13 @@ def seen(form: Form, at: Span, shape: tuple[int, ...], where: Any) -> Any:
         found.append(
             keys[None, None, None] < lax.expand_dims(given["lengths"].astype(jnp.int32), (1, 2, 3))
         )
+    if "segments" in given:
+        found.append(
+            alike(
+                lax.slice_in_dim(given["segments"], at.start, at.stop, axis=1),
+                lax.slice_in_dim(given["segments"], at.low, at.high, axis=1),
+            )
+        )
     if "mask" in given:
         mask = given["mask"]
         for axis, size, low, high in (
@@ -351,6 +359,13 @@ def seen(form: Form, at: Span, shape: tuple[int, ...], where: Any) -> Any:
                 mask = lax.slice_in_dim(mask, low, high, axis=axis)
         found.append(mask)
     return functools.reduce(jnp.logical_and, found) if found else None
+
+
+def alike(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Returns booleans [b, 1, t, s] that are True where a query [b, t] and a key [b, s] have the
+    same number, which is not that of padding, 0."""
+    queries, keys = queries[:, None, :, None], keys[:, None, None]
+    return (queries == keys) & (keys != 0)
 
 
 def _logits(

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from fnet.jaxpr import automatic, tag
-from fnet.layers._attend import attend, mask_of
+from fnet.layers._attend import attend, mask_of, where_seen
 from fnet.layers._attend_xla import Form, Products
 from fnet.layers._attend_xla import weights as attention_weights
 from fnet.layers._core import Layer
@@ -22,6 +22,7 @@ from fnet.layers._dropout import Dropout
 from fnet.layers._explicit import like
 from fnet.layers._linear import Dense, floating, lecun_normal, wide, zeros
 from fnet.layers._scope import Scope
+from fnet.layers._segments import numbered, padded, segment_lengths, segment_positions
 from fnet.layers._sizes import integers
 
 
@@ -35,8 +36,8 @@ class Rotary:
     >>> nn.Attention(4, causal=True, rotary=nn.Rotary(base=500_000.0)).rotary.base
     500000.0
 
-    Called as `rotary(x, positions)` with x [batch, time, heads, head_dim] and positions [batch,
-    time], it returns the shape and dtype of x. Angles are computed in float32.
+    Called as `rotary(x, positions, lengths=None)` with x [batch, time, heads, head_dim] and
+    positions [batch, time], it returns the shape and dtype of x. Angles are computed in float32.
 
     Args:
         base: the base of the powers above. The pair that rotates most slowly completes one rotation
@@ -52,8 +53,9 @@ class Rotary:
         features: number of features of each head that are rotated, counted from the first. It then
             takes the place of head_dim in the formula. Default None: all.
 
-    With `scaling.by_length`, angles depend on the length of the text. `scaling` then has a second
-    argument, the number of tokens of each example [batch], and returns [batch, head_dim / 2]. An
+    With `scaling.by_length`, angles depend on the length of the text: `lengths`, [batch] or, for
+    texts that are packed into rows, [batch, time]. `scaling` then has a second argument, the number
+    of tokens of each text [texts], and returns [texts, head_dim / 2]. An
     `Attention` caches such keys unrotated, and rotates all of them with the angles for the current
     length. When these change with a longer text, the cached keys and values of deeper layers are
     not recomputed, so they still depend on the angles for the shorter one.
@@ -92,7 +94,9 @@ class Rotary:
             rates = rates[None, None, None]
         elif self.by_length:
             lengths = positions.max(1) + 1 if lengths is None else lengths
-            rates = lax.expand_dims(self.scaling(rates, lengths), (1, 2))  # [b, 1, 1, dim/2]
+            rates = self.scaling(rates, lengths.reshape(-1)).reshape(*lengths.shape, dim // 2)
+            # [b, 1, 1, dim/2] or [b, t, 1, dim/2]
+            rates = lax.expand_dims(rates, (1, 2) if lengths.ndim == 1 else (2,))
         else:
             rates = self.scaling(rates)[None, None, None]
         angles = lax.expand_dims(positions.astype(jnp.float32), (2, 3)) * rates  # [b, t, 1, dim/2]
@@ -118,7 +122,8 @@ class _Turn(NamedTuple):
     Attributes:
         rotary: the `Rotary` of the layer.
         positions: the positions of the queries [b, t].
-        lengths: the lengths of the texts [b], earlier calls included, or None.
+        lengths: the lengths of the texts, earlier calls included, [b], or [b, t] for texts that are
+            packed into rows, or None.
         cached_keys: whether all keys of the cache are rotated in each call.
     """
 
@@ -179,6 +184,10 @@ class Attention(Layer):
             (padding) are ignored. Default: all are valid.
         positions: integers [b, t] or [t], for the rotary embedding. Default: 0, 1, ..., or those
             after the cached tokens.
+        segments: integers [b, t], for self-attention over texts that are packed into rows: the
+            number of the text of each token, or 0 for padding. A query attends only to its own
+            text, and the default `positions` restart with each (`nn.segment_positions`). Default:
+            one text in each row.
 
     Output: [b, t, f] in the dtype of x. A query that attends to no key gives the output projection
     a 0. The softmax is computed in float32, or in float64 for float64 inputs.
@@ -222,6 +231,7 @@ class Attention(Layer):
         mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
         positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
     ) -> jax.Array:
         x = floating(x, scope, "Attention")
         source = x if context is None else floating(context, scope, "Attention")
@@ -232,6 +242,10 @@ class Attention(Layer):
         k = self._project(scope, "key", source, groups, dim, self.qk_norm)  # [b, s, g, d]
         v = self._project(scope, "value", source, groups, dim)
         cache = self._cache(scope, k) if self.causal and context is None else None
+        if segments is not None:
+            segments = self._segments(scope, segments, x, context, cache)
+            if lengths is not None:
+                segments, lengths = padded(segments, lengths), None
         start = jnp.zeros(x.shape[0], jnp.int32) if cache is None else cache[2]
 
         turn = None
@@ -240,7 +254,12 @@ class Attention(Layer):
                 raise ValueError(
                     f"Attention at {scope}: rotary= needs self-attention; call it without context="
                 )
-            turn = self._turn(scope, self.rotary, x, start, positions, lengths, cache is not None)
+            if segments is None:
+                turn = self._turn(
+                    scope, self.rotary, x, start, positions, lengths, cache is not None
+                )
+            else:
+                turn = self._packed_turn(scope, self.rotary, x, positions, segments)
             q = turn(q)
             if not turn.cached_keys:
                 k = turn(k)
@@ -254,7 +273,7 @@ class Attention(Layer):
         if mask is not None:
             shape = (x.shape[0], self.heads, x.shape[1], k.shape[1])
             mask = mask_of(mask, shape, f"Attention at {scope}: mask")
-        where = {"mask": mask, "lengths": lengths, "starts": None if cache is None else start}
+        where = where_seen(mask, lengths, None if cache is None else start, segments)
         if self.dropout and scope.train:
             y = self._dropped(scope, q, k, v, where)
         else:
@@ -311,6 +330,21 @@ class Attention(Layer):
             texts = start + time
         return _Turn(rotary, order, texts, cached_keys)
 
+    def _packed_turn(
+        self,
+        scope: Scope,
+        rotary: Rotary,
+        x: jax.Array,
+        positions: jax.Array | None,
+        segments: jax.Array,
+    ) -> _Turn:
+        order = (
+            segment_positions(segments)
+            if positions is None
+            else self._positions(scope, positions, x)
+        )
+        return _Turn(rotary, order, segment_lengths(segments), False)
+
     def _sizes(self, scope: Scope, x: jax.Array, source: jax.Array) -> tuple[int, int]:
         if x.ndim != 3 or source.ndim != 3 or x.shape[0] != source.shape[0]:
             raise ValueError(
@@ -347,6 +381,25 @@ class Attention(Layer):
             y = norm(scope[f"{name}_norm"], y)
         y = y.reshape(*x.shape[:2], heads, dim)
         return norm(scope[f"{name}_norm"], y) if norm is not None and self.norm_heads else y
+
+    def _segments(
+        self,
+        scope: Scope,
+        segments: jax.Array,
+        x: jax.Array,
+        context: jax.Array | None,
+        cache: tuple | None,
+    ) -> jax.Array:
+        if context is not None:
+            raise ValueError(
+                f"Attention at {scope}: segments= needs self-attention; pass mask= with context="
+            )
+        if cache is not None:
+            raise ValueError(
+                f"Attention at {scope}: segments= cannot be combined with a cache; give each text "
+                "a row of its own"
+            )
+        return numbered(segments, x.shape[:2], f"Attention at {scope}: segments")
 
     def _positions(self, scope: Scope, positions: jax.Array, x: jax.Array) -> jax.Array:
         positions = jnp.asarray(positions)
@@ -414,12 +467,11 @@ class Attention(Layer):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        where: dict[str, jax.Array | None],
+        where: dict[str, jax.Array],
     ) -> jax.Array:
         """Returns the attention output, an array [b, t, h, d], with dropout applied to the
         attention weights."""
         b, t, heads, dim = q.shape
-        where = {name: x for name, x in where.items() if x is not None}
         scale = 1 / math.sqrt(dim) if self.scale is None else self.scale
         form = Form(self.causal, self.window, scale, tuple(where), softcap=self.softcap)
         # [b, h, t, s]

@@ -76,23 +76,30 @@ class Model(nn.Layer):
 
 
 class LanguageModel(Model):
-    """A language model. Subclasses define `_body(scope, tokens, lengths)`, which returns the head,
-    the head's scope, and the head's input [batch, time, width]. The head is an `nn.Dense`, or an
-    `nn.Embed` for tied logits."""
+    """A language model. Subclasses define `_body(scope, tokens, lengths, segments)`, which returns
+    the head, the head's scope, and the head's input [batch, time, width]. The head is an
+    `nn.Dense`, or an `nn.Embed` for tied logits."""
 
-    def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None) -> Any:
-        head, at, x = self._body(scope, tokens, lengths)
+    def forward(
+        self,
+        scope: nn.Scope,
+        tokens: jax.Array,
+        lengths: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> Any:
+        head, at, x = self._body(scope, tokens, lengths, segments)
         logits = head.attend(at, x) if isinstance(head, nn.Embed) else head(at, x)
         softcap = getattr(self, "logit_softcap", None)
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
     @nn.method
-    def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
+    def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None, segments=None):
         """Returns the cross-entropy of each label in nats, an array [batch, time]. `labels` [batch,
-        time] contains the next token at each position.
+        time] contains the next token at each position. For texts that are packed into rows,
+        `nn.next_tokens(tokens, segments)` returns labels, and weights for the losses.
 
         If the batch has more than 2^29 logits, the logits are computed in chunks, so that they are
         not all in memory at once (see `nn.linear_cross_entropy`).
         """
-        head, at, x = self._body(scope, tokens, lengths)
+        head, at, x = self._body(scope, tokens, lengths, segments)
         return head.cross_entropy(at, x, labels, getattr(self, "logit_softcap", None))

@@ -159,6 +159,16 @@ def compared(f, params, path, x, /, **specs):
 
 
 @pytest.mark.exhaustive
+def test_cumulative_extremes_along_a_symbolic_axis(tmp_path):
+    x = np.random.default_rng(0).integers(-9, 9, (2, 7, 3), np.int32)
+    f = lambda _, x: [
+        op(x, axis=1, reverse=reverse)
+        for op in (jax.lax.cummax, jax.lax.cummin)
+        for reverse in (False, True)
+    ]
+    compared(f, {}, tmp_path / "f.onnx", [x], x=export.spec("b, t, 3", "int32"))
+
+
 def test_a_flax_model(tmp_path):
     f, params, x = flax_model()
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

@@ -16,6 +16,7 @@ from fnet import transforms as ft
 from fnet.layers import _attend_xla as xla
 from fnet.layers import dot_product_attention
 
+SEGMENTS = np.repeat([[1, 2, 3, 0], [0, 4, 2, 6]], [20, 1, 40, 9], axis=1)
 MASK = np.random.default_rng(0).integers(0, 2, (2, 4, 70, 70)).astype(bool)
 
 
@@ -24,7 +25,17 @@ def normal(*shape, seed=0, dtype=jnp.float32):
 
 
 def formula(
-    q, k, v, *, mask=None, lengths=None, starts=None, causal=False, window=None, scale=None
+    q,
+    k,
+    v,
+    *,
+    mask=None,
+    lengths=None,
+    starts=None,
+    segments=None,
+    causal=False,
+    window=None,
+    scale=None,
 ):
     """As it stands in the docstring, with every weight written out."""
     (b, t, h, d), s = q.shape, k.shape[1]
@@ -39,6 +50,8 @@ def formula(
         seen &= (ahead if causal else jnp.abs(ahead)) < window
     if lengths is not None:
         seen &= (keys[None] < lengths[:, None])[:, None, None]
+    if segments is not None:
+        seen &= ((segments[:, :, None] == segments[:, None]) & (segments != 0)[:, None])[:, None]
     if mask is not None:
         seen = seen & mask
     logits = jnp.einsum("bthd,bshd->bhts", q, k) * (d**-0.5 if scale is None else scale)
@@ -62,6 +75,12 @@ CASES = {
     ),
     "mask": ((2, 70, 70, 4, 2, 4), {"causal": True, "mask": MASK}),
     "mask of keys": ((2, 70, 70, 4, 2, 4), {"window": 20, "mask": MASK[:1, :1, :1]}),
+    "segments": ((2, 70, 70, 4, 2, 4), {"segments": SEGMENTS}),
+    "causal segments": ((2, 70, 70, 2, 1, 4), {"causal": True, "segments": SEGMENTS}),
+    "segments, window and mask": (
+        (2, 70, 70, 4, 2, 4),
+        {"causal": True, "window": 9, "segments": SEGMENTS, "mask": MASK},
+    ),
     "starts": ((2, 4, 30, 2, 2, 4), {"causal": True, "starts": np.array([0, 20], np.int32)}),
 }
 

@@ -26,6 +26,8 @@ from fnet.layers._attend import attention_p, backward_p
 
 MASK = np.tri(128, dtype=bool) & (np.random.default_rng(0).random((2, 1, 128, 128)) < 0.7)
 LENGTHS = np.array([5, 128], np.int32)
+SEGMENTS = np.repeat([[1, 2, 3, 0], [0, 4, 2, 6]], [50, 1, 70, 7], axis=1).astype(np.int32)
+HIDING = ("mask", "lengths", "segments")
 
 
 def arrays(dtype=jnp.bfloat16, b=2, t=128, h=4, g=2, d=16, seed=0):
@@ -160,7 +162,7 @@ def refused(platform, compute=jnp.bfloat16, t=512, s=512, d=64, **form):
         (
             "cuda",
             {"window": 3, "causal": False},
-            "cuDNN's sliding window needs cuDNN 9.2 and causal=True, without lengths or mask",
+            "cuDNN's sliding window needs cuDNN 9.2 and causal=True, without lengths, segments or mask",
         ),
         (
             "cuda",
@@ -175,7 +177,7 @@ def refused(platform, compute=jnp.bfloat16, t=512, s=512, d=64, **form):
         (
             "tpu",
             {"given": ("mask",)},
-            "the TPU's kernel supports causal=, window= and lengths=, but no other mask",
+            "the TPU's kernel supports causal=, window=, lengths= and segments=, but no other mask",
         ),
         (
             "tpu",
@@ -214,7 +216,7 @@ def test_what_the_gpu_is_counts(gpu, d, words, monkeypatch):
 
 def problem(options, dtype):
     q, k, v = arrays(dtype)
-    where = {name: jnp.asarray(options[name]) for name in ("mask", "lengths") if name in options}
+    where = {name: jnp.asarray(options[name]) for name in HIDING if name in options}
     form = xla.Form(options.get("causal", False), options.get("window"), 0.3, tuple(where))
     return form, (q, k, v), tuple(where.values()), arrays(dtype, seed=1)[0]
 
@@ -249,6 +251,8 @@ def both(platform, form, operands, where, y, partitioning="whole"):
         {"causal": True, "window": 40},
         {"lengths": [0, 100]},
         {"causal": True, "lengths": [1, 128]},
+        {"segments": SEGMENTS},
+        {"causal": True, "window": 40, "segments": SEGMENTS},
     ],
     ids=str,
 )
@@ -318,6 +322,8 @@ def stand_in(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=Tru
         {"causal": True, "mask": MASK},
         {"causal": True, "mask": MASK, "lengths": [3, 128]},
         {"mask": np.eye(128, k=3, dtype=bool)[None, None]},
+        {"causal": True, "segments": SEGMENTS},
+        {"segments": SEGMENTS, "mask": MASK},
     ],
     ids=lambda options: str(list(options)),
 )
@@ -338,6 +344,7 @@ def test_what_is_around_cudnn(options, monkeypatch):
         (P("data"), 2, {"causal": True}),
         (P("data", None, "model"), 2, {"causal": True, "lengths": [3, 9, 0, 16] * 2}),
         (P("data", None, "model"), 2, {"mask": MASK[:1, :, :16, :16]}),
+        (P("data", None, "model"), 2, {"segments": SEGMENTS[[0, 1] * 4, 42:58]}),
         (P("data", None, "model"), 1, {}),
         (P("data", "model"), 2, {"causal": True}),
         (P(None, None, None, "model"), 2, {"mask": MASK[[0, 1] * 4, :, :16, :16]}),
@@ -350,12 +357,12 @@ def test_devices_share_batch_and_heads(spec, g, options, monkeypatch):
         np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2
     )
     operands = arrays(jnp.float32, b=8, t=16, g=g, d=4)
-    where = [jnp.asarray(options[name]) for name in ("mask", "lengths") if name in options]
+    where = [jnp.asarray(options[name]) for name in HIDING if name in options]
     form = xla.Form(
         options.get("causal", False),
         None,
         0.3,
-        tuple(n for n in ("mask", "lengths") if n in options),
+        tuple(n for n in HIDING if n in options),
     )
     y = arrays(jnp.float32, b=8, t=16, g=g, d=4, seed=1)[0]
     run = lambda operands, where, y: both("cuda", form, operands, where, y, "split")

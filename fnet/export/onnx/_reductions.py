@@ -284,6 +284,31 @@ def _cumulative(function: Callable) -> Callable:
     return convert
 
 
+def _cumulative_extreme(kind: str) -> Callable:
+    """Returns the conversion of cummax ("Max") or cummin ("Min"). Along an axis of symbolic size,
+    integers are compared with all before them, because the steps of `_cumulative` need the size."""
+    by_steps = _cumulative(_operator(kind))
+
+    def convert(e):
+        axis, n = e.options["axis"], e.shape[e.options["axis"]]
+        if isinstance(n, int) or e.dtype.kind not in "iu" or e.dtype == np.uint64:
+            return by_steps(e)
+        zero, one = e.g.constant(0, INT64), e.g.constant(1, INT64)
+        places = e.g.op("Range", zero, e.g.op("Squeeze", e.g.size(n)), one)
+        after = [1] * (len(e.shape) - axis - 1)
+        rows = e.g.reshape(places, [n], [n, 1, *after])
+        columns = e.g.reshape(places, [n], [n, *after])
+        seen = ("LessOrEqual", "GreaterOrEqual")[bool(e.options["reverse"])]
+        limits = np.iinfo(np.int64)
+        end = e.g.constant(limits.min if kind == "Max" else limits.max, INT64)
+        x = e.g.unsqueeze(e.g.cast(e.x(0), INT64), axis)
+        x = e.g.op("Where", e.g.op(seen, columns, rows), x, end)
+        y = e.g.op(f"Reduce{kind}", x, e.g.integers(axis + 1), keepdims=0)
+        return [e.g.cast(y, e.dtype)]
+
+    return convert
+
+
 def _order(e, x, dtype, count, axis, largest) -> str:
     """Returns the places of the first `count` elements of x in sorted order. NaN is larger than all
     numbers."""
@@ -354,8 +379,8 @@ OPERATIONS: dict[str, Callable] = {
     "argmin": _arg("ArgMin"),
     "cumsum": cumsum,
     "cumprod": _cumulative(_operator("Mul")),
-    "cummax": _cumulative(_operator("Max")),
-    "cummin": _cumulative(_operator("Min")),
+    "cummax": _cumulative_extreme("Max"),
+    "cummin": _cumulative_extreme("Min"),
     "cumlogsumexp": lambda e: [e.g.without_negative_zeros(y) for y in _cumulative(log_add_exp)(e)],
     "sort": sort,
     "top_k": top_k,

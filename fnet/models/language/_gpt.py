@@ -32,6 +32,7 @@ def gpt_block(
     x,
     lengths=None,
     kind=0,
+    segments=None,
     *,
     heads,
     hidden,
@@ -54,9 +55,8 @@ def gpt_block(
         kernel_init=kernel_init,
         out_init=residual_init,
     )
-    x = x + drop(
-        scope["drop1"], attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths)
-    )
+    y = attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths, segments=segments)
+    x = x + drop(scope["drop1"], y)
     y = nn.Dense(hidden, kernel_init=kernel_init, axes=("embed", "mlp"))(
         scope["fc"], norm(scope["norm2"], x)
     )
@@ -119,6 +119,9 @@ class GPT(LanguageModel):
         tokens: integers [batch, time].
         lengths: integers [batch], the number of valid tokens in each example. Later tokens are
             padding. Default: all tokens are valid.
+        segments: integers [batch, time], for texts that are packed into rows (`tr.Packed`): the
+            number of the text of each token, or 0 for padding. No text sees another, and positions
+            restart with each. Default: one text in each row.
 
     Output: logits [batch, time, vocab_size]. With a cache from `model.cache` as `state`, as
     `models.generate` passes it, the tokens continue the text in the cache, and the result is
@@ -205,10 +208,10 @@ class GPT(LanguageModel):
                 f"{self.activation!r}"
             )
 
-    def _body(self, scope, tokens, lengths):  # [batch, time]
+    def _body(self, scope, tokens, lengths, segments):  # [batch, time]
         tokens = jnp.asarray(tokens)
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
-        x = embed(at, tokens) + self._positions(scope, tokens, lengths)
+        x = embed(at, tokens) + self._positions(scope, tokens, lengths, segments)
         x = nn.Dropout(self.dropout)(scope["drop"], x)  # [batch, time, width]
         scale = (self.width // self.heads) ** -0.5 if self.scale_scores else 1.0
         numbers = range(self.depth) if self.scale_by_depth else ()
@@ -223,7 +226,7 @@ class GPT(LanguageModel):
             residual_init=normal(0.02 / math.sqrt(2 * self.depth)),
         )
         x = Blocks(block, self.depth, self.stacked, tuple(numbers))(
-            scope["blocks"], x, lengths=lengths
+            scope["blocks"], x, lengths=lengths, segments=segments
         )
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
         if self.tied:
@@ -233,9 +236,9 @@ class GPT(LanguageModel):
         )
         return head, scope["head"], x
 
-    def _positions(self, scope, tokens, lengths):
+    def _positions(self, scope, tokens, lengths, segments):
         """Returns the position embeddings. With a cache, the positions continue those of the cached
-        text, and padding has position 0."""
+        text, and padding has position 0. They restart with each segment."""
         if tokens.ndim != 2 or not at_most("GPT", tokens.shape[1], self.context):
             raise ValueError(
                 f"GPT: expected tokens [batch, time] with time <= context={self.context}; got "
@@ -243,6 +246,8 @@ class GPT(LanguageModel):
             )
         table, at = nn.Embed(self.context, self.width), scope["positions"]
         start = scope.state("index", tokens.shape[:1], zeros, "cache", dtype=jnp.int32)
+        if start is None and segments is not None:
+            return table(at, nn.segment_positions(segments))
         if start is None and sized(
             tokens.shape[1]
         ):  # a slice, because the gradient of a lookup is a scatter

@@ -55,7 +55,12 @@ class LSTMLanguageModel(LanguageModel):
     dropout: float = 0.0
     tied: bool = False
 
-    def _body(self, scope, tokens, lengths):  # [batch, time]
+    def _body(self, scope, tokens, lengths, segments):  # [batch, time]
+        if segments is not None:
+            raise ValueError(
+                "LSTMLanguageModel: segments= is for decoders with attention; give each text a row "
+                "of its own, with lengths="
+            )
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         x = embed(at, tokens)  # [batch, time, width]
         for i in range(self.depth):

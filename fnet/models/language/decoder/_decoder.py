@@ -37,7 +37,18 @@ def decoder_mlp(scope, x, *, hidden, activation, gated, use_bias):
 
 @nn.layer
 def decoder_block(
-    scope, x, lengths=None, kind=0, *, attentions, mlp, norm, pre_norm, post_norm, parallel
+    scope,
+    x,
+    lengths=None,
+    kind=0,
+    segments=None,
+    *,
+    attentions,
+    mlp,
+    norm,
+    pre_norm,
+    post_norm,
+    parallel,
 ):
     """Applies attention and an MLP, each with a residual connection. `kind` is the kind of the
     block, and `attentions[kind]` is its attention layer."""
@@ -47,7 +58,10 @@ def decoder_block(
         y = f(y)
         return norm(scope[f"post_norm{number}"], y) if post_norm else y
 
-    attended = branch(lambda y: attentions[kind](scope["attention"], y, lengths=lengths), x, 1)
+    def attention(y):
+        return attentions[kind](scope["attention"], y, lengths=lengths, segments=segments)
+
+    attended = branch(attention, x, 1)
     if parallel:
         return x + attended + branch(lambda y: mlp.forward(scope, y), x, 2)
     x = x + attended
@@ -151,6 +165,9 @@ class Decoder(LanguageModel):
         tokens: integers [batch, time].
         lengths: integers [batch], the number of valid tokens in each example. Later tokens are
             padding. Default: all tokens are valid.
+        segments: integers [batch, time], for texts that are packed into rows (`tr.Packed`): the
+            number of the text of each token, or 0 for padding. No text sees another, and positions
+            restart with each. Default: one text in each row.
 
     Output: logits [batch, time, vocab_size]. With a cache from `model.cache` as `state`, as
     `models.generate` passes it, the tokens continue the text in the cache, and the result is
@@ -346,12 +363,12 @@ class Decoder(LanguageModel):
                 f"gated={self.gated}, mlp_bias={self.mlp_bias}"
             )
 
-    def _body(self, scope, tokens, lengths):  # [batch, time]
+    def _body(self, scope, tokens, lengths, segments):  # [batch, time]
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         x = embed(at, tokens)  # [batch, time, width]
         if self.scale_embeddings:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
-        x = self._blocks()(scope["blocks"], x, lengths=lengths)
+        x = self._blocks()(scope["blocks"], x, lengths=lengths, segments=segments)
         x = self._norm()(scope["norm"], x)
         if self.tied:
             return embed, at, x
