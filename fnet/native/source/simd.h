@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -103,6 +104,43 @@ FNET_INLINE bfloat16 narrow<bfloat16>(float value) {
   return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
+// ---- float32 words in another order: two vectors element by element, and a square of WIDTH vectors
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define FNET_SHUFFLEVECTOR
+#endif
+#endif
+
+// a[H W/2], b[H W/2], a[H W/2 + 1], b[H W/2 + 1] and so on, for the half H (0 or 1) of W = WIDTH elements.
+#if defined(FNET_SHUFFLEVECTOR)
+template <int HALF, size_t... I>
+FNET_INLINE Words zipped(Words a, Words b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(a, b, (I % 2 * WIDTH + HALF * WIDTH / 2 + I / 2)...);
+}
+#else  // GCC before 12
+template <int HALF, size_t... I>
+FNET_INLINE Words zipped(Words a, Words b, std::index_sequence<I...>) {
+  return __builtin_shuffle(a, b, Words{(I % 2 * WIDTH + HALF * WIDTH / 2 + I / 2)...});
+}
+#endif
+
+// Swaps rows and columns: log2(WIDTH) times, the first half of the rows is zipped with the second half.
+FNET_INLINE void transpose(Words (&rows)[WIDTH]) {
+  constexpr auto every = std::make_index_sequence<WIDTH>();
+  FNET_UNROLL
+  for (int round = 1; round < WIDTH; round *= 2) {
+    Words zips[WIDTH];
+    FNET_UNROLL
+    for (int i = 0; i < WIDTH / 2; i++) {
+      zips[2 * i] = zipped<0>(rows[i], rows[i + WIDTH / 2], every);
+      zips[2 * i + 1] = zipped<1>(rows[i], rows[i + WIDTH / 2], every);
+    }
+    FNET_UNROLL
+    for (int i = 0; i < WIDTH; i++) rows[i] = zips[i];
+  }
+}
+
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
 FNET_INLINE Floats load(const bfloat16* from) {
@@ -133,5 +171,28 @@ FNET_INLINE void store(bfloat16* to, Floats vector, int64_t count) {
   const Halves halves = rounded(vector);
   std::memcpy(to, &halves, 2 * static_cast<size_t>(count));
 }
+
+// ---- what a matrix product multiplies: float32 values, or pairs of bfloat16 values along the contraction
+
+FNET_INLINE Floats broadcast(const float* from) { return broadcast(*from); }
+FNET_INLINE Floats multiplied(Floats sums, Floats a, Floats b) { return a * b + sums; }
+
+#if defined(__AVX512BF16__)
+#define FNET_PAIRS
+// The first value is in the lower half. Pairs are read where two values lie in memory, so only memcpy may
+// look at them.
+struct Pair {
+  bfloat16 values[2];
+};
+FNET_INLINE Words broadcast(const Pair* from) { return bits_of<uint32_t>(*from) - Words{}; }
+FNET_INLINE Words load(const Pair* from) {
+  Words vector;
+  std::memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+FNET_INLINE Floats multiplied(Floats sums, Words a, Words b) {
+  return _mm512_dpbf16_ps(sums, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
+}
+#endif
 
 }  // namespace fnet
