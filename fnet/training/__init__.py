@@ -29,6 +29,7 @@ from fnet.training.data._augment import (
 from fnet.training.data._batches import Batches
 from fnet.training.data._csv import read_csv
 from fnet.training.data._iterators import from_iterator
+from fnet.training.data._packed import Packed
 from fnet.training.data._split import split
 from fnet.training.data._windows import Windows, read_tokens, stretches
 from fnet.training.loop._callbacks import StepEnd
@@ -78,6 +79,7 @@ __all__ = [
     "MemberMean",
     "NamedOptimizer",
     "OutOfMemory",
+    "Packed",
     "PeerLost",
     "Progress",
     "ResumeWarning",

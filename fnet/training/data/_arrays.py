@@ -4,6 +4,7 @@ each example."""
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -117,6 +118,18 @@ def digest(data: Any) -> str:
             parts = [array[start : start + rows] for start in starts]
         for part in parts:
             seal = zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8), seal)
+    return f"{seal:08x}"
+
+
+def digest_of_rows(rows: Sequence[np.ndarray]) -> str:
+    """Returns a digest of many small arrays, such as texts: of all sizes and values, or, beyond as
+    many bytes as `digest` reads of one array, of the values in every n-th array."""
+    sizes = np.array([len(row) for row in rows])
+    seal = zlib.crc32(sizes)
+    most = _READ_OF_FILE if any(map(_is_file, rows)) else _READ
+    skipped = max(1, -(-sum(row.nbytes for row in rows) // most))
+    for row in rows[::skipped]:
+        seal = zlib.crc32(np.ascontiguousarray(row).view(np.uint8), seal)
     return f"{seal:08x}"
 
 

@@ -62,18 +62,7 @@ class Windows:
         length + 1]}."""
         starts = self.starts(step)
         tokens = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
-        if not INT32.min <= tokens.min() <= tokens.max() <= INT32.max:
-            raise ValueError(
-                f"batch {step} holds tokens from {tokens.min()} to {tokens.max()}: expected "
-                "numbers that fit into int32. Was the file written with another dtype?"
-            )
-        tokens = tokens.astype(np.int32)
-        if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
-            raise ValueError(
-                f"batch {step} holds the token {wrong}, outside a vocabulary of {self.vocab_size}"
-            )
-        return {"tokens": tokens}
+        return {"tokens": int32_tokens(tokens, step, self.vocab_size)}
 
     def identity(self) -> dict[str, Any]:
         """Returns what identifies the data, as `Batches.identity` does."""
@@ -92,6 +81,26 @@ class Windows:
         """Returns where each window of a step begins, an integer array [batch_size]."""
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.tokens) - self.length, self.batch_size)
+
+
+def int32_tokens(tokens: np.ndarray, step: int, vocab_size: int | None) -> np.ndarray:
+    """Returns tokens of the batch `step` as int32.
+
+    Raises:
+      ValueError: a token does not fit into int32, or is not in [0, vocab_size).
+    """
+    if not INT32.min <= tokens.min() <= tokens.max() <= INT32.max:
+        raise ValueError(
+            f"batch {step} holds tokens from {tokens.min()} to {tokens.max()}: expected "
+            "numbers that fit into int32. Was the file written with another dtype?"
+        )
+    tokens = tokens.astype(np.int32)
+    if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise ValueError(
+            f"batch {step} holds the token {wrong}, outside a vocabulary of {vocab_size}"
+        )
+    return tokens
 
 
 def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
