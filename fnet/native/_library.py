@@ -78,7 +78,12 @@ def library() -> Library:
             _build(compiler, path)
         if reason := _unsafe(folder) or _unsafe(path):
             return _without(reason)
-        _register(path, version)
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError:  # a damaged file
+            _build(compiler, path)
+            loaded = ctypes.CDLL(str(path))
+        _register(loaded, version)
     except subprocess.CalledProcessError as error:
         first = next(iter(error.stderr.strip().splitlines()), f"exit status {error.returncode}")
         return _without(f"{shlex.join(compiler)} cannot compile the kernels: {first}")
@@ -143,8 +148,7 @@ def _unsafe(path: Path) -> str | None:
     return None
 
 
-def _register(path: Path, version: str) -> None:
-    loaded = ctypes.CDLL(str(path))
+def _register(loaded: ctypes.CDLL, version: str) -> None:
     for handler in HANDLERS:
         jax.ffi.register_ffi_target(
             f"{handler}_{version}", jax.ffi.pycapsule(getattr(loaded, handler)), platform="cpu"
