@@ -22,7 +22,7 @@ IMPORTS = {
     "transforms": "_jax _util hardware jaxpr native",
     "parallel": "_jax _util axes cost hardware jaxpr transforms",
     "introspect": "_jax _util axes cost hardware jaxpr layers transforms",
-    "compress": "_jax _util axes cost hardware jaxpr transforms",
+    "compress": "_jax _util axes cost hardware jaxpr native transforms",
     "models": "_util compress jaxpr layers transforms",
     "export": "_jax _util jaxpr layers",
     "serve": "_util export introspect transforms",

@@ -53,10 +53,12 @@ class Format:
             Values along them share a scale. None: the default axes of `quantize`.
         largest: the largest decoded value. The scale of a block is its largest magnitude, divided
             by `largest`.
+        table: the decoded values of the 16 codes of a format with 4 bits, or ().
     """
 
     bits: ClassVar[int]
     largest: ClassVar[float]
+    table: ClassVar[tuple[float, ...]] = ()
     group: int | None
     axes: int | tuple[int, ...] | None
 
@@ -159,6 +161,7 @@ class Int4(Format):
     axes: int | tuple[int, ...] | None = None
     bits: ClassVar[int] = 4
     largest: ClassVar[float] = 7.0
+    table: ClassVar[tuple[float, ...]] = tuple(map(float, range(-8, 8)))
 
     def encode(self, values: Any) -> Any:
         return (jnp.clip(jnp.round(values), -8, 7) + 8).astype(jnp.uint8)
@@ -187,6 +190,7 @@ class NF4(Format):
     axes: int | tuple[int, ...] | None = None
     bits: ClassVar[int] = 4
     largest: ClassVar[float] = 1.0
+    table: ClassVar[tuple[float, ...]] = tuple(_NF4.tolist())
 
     def encode(self, values: Any) -> Any:
         nearest = lambda x: jnp.searchsorted((_NF4[1:] + _NF4[:-1]) / 2, x).astype(jnp.uint8)

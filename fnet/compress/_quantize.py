@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fnet import native
 from fnet.compress._calibrate import InputStatistics
 from fnet.compress._formats import METHODS, NF4, Format, Int4, Int8
 from fnet.compress._gptq import gptq
 from fnet.compress._rules import apply_rules
-from fnet.jaxpr import Convolution, ImplicitArray, is_implicit, map_arrays, pack
+from fnet.jaxpr import Convolution, ImplicitArray, is_implicit, map_arrays, pack, plain_dot
 from fnet.jaxpr import materialize as _materialized
 
 
@@ -73,6 +74,28 @@ class Quantized(ImplicitArray):
         return self._values(self.dtype)
 
     def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
+        if self._is_read_once(x, axes):
+            return native.packed_product(
+                x,
+                self.codes,
+                self.scale,
+                wide=self.axes == (-2,),
+                table=self.format.table,
+                portable=_Product(self.format, self.axes, self.dtype),
+            )
+        return self._dot(x, axes, dot)
+
+    def _is_read_once(self, x, axes) -> bool:
+        """Whether `native.packed_product` computes the product of x."""
+        return (
+            isinstance(self.format, Int8 | Int4 | NF4)
+            and not self._rounds_inputs
+            and tuple(axes) == (self.ndim + self.axes[-1],)
+            and len(self.axes) == 1
+            and native.suits(x, self.codes)
+        )
+
+    def _dot(self, x, axes, dot):
         if any(self.scale.shape[i] != 1 for i in axes) or self._may_overflow(x):
             return dot(x, self._values(x.dtype), axes)
         outputs = [n for i, n in enumerate(self.scale.shape) if i not in axes]
@@ -161,6 +184,19 @@ class Quantized(ImplicitArray):
             return values * scale
         split = (*values.shape[:axis], groups, n // groups, *values.shape[axis + 1 :])
         return (values.reshape(split) * jnp.expand_dims(scale, axis + 1)).reshape(values.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """The product of an array and a `Quantized`, given its codes and its scale."""
+
+    format: Format
+    axes: tuple[int, ...]
+    dtype: Any
+
+    def __call__(self, x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
+        kernel = Quantized(codes, scale, self.format, self.axes, self.dtype)
+        return kernel._dot(x, (kernel.ndim + self.axes[0],), plain_dot(None, None))
 
 
 def leads(shape: tuple[int, ...], axes: tuple[int, ...], inputs: Any) -> bool:

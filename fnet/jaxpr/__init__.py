@@ -61,7 +61,14 @@ from fnet.jaxpr._equations import (
 from fnet.jaxpr._explicit import automatic, explicit, split_over, typed, without_shardings
 from fnet.jaxpr._flatten import flatten, inlined
 from fnet.jaxpr._frames import Frame, Op, read
-from fnet.jaxpr._implicit import Convolution, ImplicitArray, implicit_dot, is_implicit, materialize
+from fnet.jaxpr._implicit import (
+    Convolution,
+    ImplicitArray,
+    implicit_dot,
+    is_implicit,
+    materialize,
+    plain_dot,
+)
 from fnet.jaxpr._packed import Form, has_modules, holds_arrays, map_arrays, nodes, pack
 from fnet.jaxpr._pieces import Piece, cut_out
 from fnet.jaxpr._primitives import (
@@ -169,6 +176,7 @@ __all__ = [
     "overwritten",
     "pack",
     "plain",
+    "plain_dot",
     "pooling_window",
     "product",
     "random_bits",

@@ -6,10 +6,22 @@ to rounding. Where the kernels cannot be used, such as in a program that is expo
 or divided over devices, the primitive is JAX's own operation.
 
 - `convolution`, `convolution_p`, `form`: convolutions and their gradients.
+- `packed_product`, `packed_product_p`, `suits`: products with matrices of 4 or 8 bits.
 - `library`, `Library`, `missing`: the compiled kernels, or the reason why there are none.
 """
 
 from fnet.native._convolution import convolution, convolution_p, form
 from fnet.native._library import Library, library, missing
+from fnet.native._packed import packed_product, packed_product_p, suits
 
-__all__ = ["Library", "convolution", "convolution_p", "form", "library", "missing"]
+__all__ = [
+    "Library",
+    "convolution",
+    "convolution_p",
+    "form",
+    "library",
+    "missing",
+    "packed_product",
+    "packed_product_p",
+    "suits",
+]

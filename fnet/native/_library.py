@@ -30,7 +30,7 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
-HANDLERS = ("fnet_convolution",)  # the symbols that the sources export
+HANDLERS = ("fnet_packed",)  # the symbols that the sources export
 _SECONDS = 300  # after this time, the compiler is stopped
 
 
@@ -133,7 +133,7 @@ def _build(compiler: list[str], path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [str(file) for file in _sources() if file.suffix == ".cpp"]
     with _files.replacing(path, durable=True) as new:
-        command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", *files, "-o", str(new)]
+        command = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), *files, "-o", str(new)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
 
 
