@@ -75,9 +75,7 @@ def _by_kernel(x: Any, codes: Any, scale: Any, *, wide: bool, table: tuple, port
         jax.ShapeDtypeStruct((flat.shape[0], outputs), jnp.float32),
     )
     values = jnp.array(table or [0] * 16, jnp.float32)
-    y = call(
-        flat, codes, scale, values, bits=np.int64(4 if table else 8), wide=np.int64(wide)
-    )
+    y = call(flat, codes, scale, values, bits=np.int64(4 if table else 8), wide=np.int64(wide))
     return y.reshape(*rows, outputs).astype(x.dtype)
 
 
@@ -141,7 +139,5 @@ mlir.register_lowering(packed_product_p, mlir.lower_fun(_portable, multiple_resu
 mlir.register_lowering(packed_product_p, _lower_on_cpu, platform="cpu")
 jaxpr.describe(
     packed_product_p,
-    jaxpr.Description(
-        jaxpr.Traits("product", memory="heavy"), plain=_plain, explain=_explain
-    ),
+    jaxpr.Description(jaxpr.Traits("product", memory="heavy"), plain=_plain, explain=_explain),
 )

@@ -27,7 +27,8 @@ def fresh(monkeypatch, tmp_path):
 
 def few_sources(monkeypatch, tmp_path, text):
     (tmp_path / "source").mkdir(exist_ok=True)
-    (tmp_path / "source" / "one.cpp").write_text(text)
+    # XLA refuses another handler of the same name, so that each test has its own version.
+    (tmp_path / "source" / "one.cpp").write_text(f"// {tmp_path}\n{text}")
     monkeypatch.setattr(_library, "SOURCE", tmp_path / "source")
     monkeypatch.setattr(_library, "HANDLERS", ("fnet_nothing",))
 
