@@ -106,7 +106,7 @@ Geometry geometry(Random& random, int kind) {
 
 // Calls body(pixel of x or -1 where there is none, pixel of y, position in the window).
 template <class Body>
-void each_tap(const Geometry& g, Body&& body) {
+void each_tap(const Geometry& g, int kind, Body&& body) {
   for (int64_t n = 0; n < g.batch; n++)
     for (int64_t o = 0; o < g.out[0] * g.out[1] * g.out[2]; o++)
       for (int64_t tap = 0; tap < g.taps(); tap++) {
@@ -119,7 +119,7 @@ void each_tap(const Geometry& g, Body&& body) {
           const bool inside = position >= 0 && position % dilation == 0 && position / dilation < g.in[axis];
           x = x < 0 || !inside ? -1 : x * g.in[axis] + position / dilation;
         }
-        if (x >= 0 || g.multiplies_padding()) body(x, n * g.out[0] * g.out[1] * g.out[2] + o, tap);
+        if (x >= 0 || g.multiplies_padding(kind == 1)) body(x, n * g.out[0] * g.out[1] * g.out[2] + o, tap);
       }
 }
 
@@ -128,7 +128,7 @@ std::vector<double> expected(const Geometry& g, int kind, const std::vector<Valu
                              size_t size) {
   std::vector<double> result(size, 0.0);
   const int64_t channels = g.group_channels(), features = g.group_features();
-  each_tap(g, [&](int64_t in, int64_t out, int64_t tap) {
+  each_tap(g, kind, [&](int64_t in, int64_t out, int64_t tap) {
     const int64_t position = g.flipped ? g.taps() - 1 - tap : tap;
     for (int64_t f = 0; f < g.features; f++)
       for (int64_t c = 0; c < channels; c++) {

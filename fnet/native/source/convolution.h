@@ -35,14 +35,16 @@ struct Geometry {
   int64_t group_channels() const { return channels / groups; }
   int64_t group_features() const { return features / groups; }
 
-  // XLA multiplies the zeros of padding, and those of a dilated input, with the kernel, so that one which
-  // is not finite makes the result NaN there. Only Eigen's input gradients leave them out.
-  bool multiplies_padding() const {
+  // XLA multiplies the zeros of padding, and those of a dilated input, with the other operand, so that one
+  // which is not finite makes the result NaN there. These forms leave them out, in JAX 0.10 and 0.12: those
+  // for which Eigen has no kernel, and its input gradients in one and two dimensions.
+  bool multiplies_padding(bool gradient) const {
+    const auto size = [](const int64_t(&values)[3]) { return values[0] * values[1] * values[2]; };
     const bool plane = in[0] == 1 && out[0] == 1 && window[0] == 1;
-    const bool x_dilated = x_dilation[0] * x_dilation[1] * x_dilation[2] > 1;
-    const bool w_dilated = w_dilation[0] * w_dilation[1] * w_dilation[2] > 1;
-    const bool strided = strides[0] * strides[1] * strides[2] > 1;
-    return !(plane && x_dilated && !w_dilated && !strided && groups == 1);
+    const bool larger = size(gradient ? out : window) > size(in);  // XLA's window than its input
+    if (gradient) return !larger;
+    if (groups > 1) return true;
+    return !larger && !(plane && size(x_dilation) > 1 && size(w_dilation) == 1 && size(strides) == 1);
   }
 };
 
@@ -388,7 +390,7 @@ class Product {
       const int64_t first = std::min(contraction_, chunk * chunk_size);
       const int64_t last = std::min(contraction_, first + chunk_size);
       const bool finite = pack(space.panel.data(), first, last, group, block);
-      const bool pad = !finite && g_.multiplies_padding();
+      const bool pad = !finite && g_.multiplies_padding(false);
       if (!std::is_same<Out, float>::value && chunk == 0) {
         in_place = chunks_ == 1 && !pad;
         if (!in_place) space.sums.grow((end - begin) * columns);
@@ -610,12 +612,14 @@ class Product {
 
 // ---- the kernel's gradient
 
-constexpr int64_t CHUNK = 96;  // pixels whose gradients stay in the nearest cache: 24 kB with AVX-512
+constexpr int64_t CHUNK = 128;  // pixels whose gradients stay in the nearest cache: 32 kB with AVX-512
 
+// A task adds up rows of the gradient, which are the channels of a tap. The taps of a row of the window that
+// read neighbors are one tap with `window * channels` channels (`merged_`): fewer tiles are incomplete.
 template <class Unit, class Out>
 class KernelGradient {
  public:
-  // x [examples, in, channels] and dy [examples, out, groups, padded group features], a multiple of WIDTH.
+  // x [examples, in, channels] and dy [examples, out, features].
   KernelGradient(Pool& pool, const Geometry& geometry, int64_t examples, const Unit* x, const Unit* dy, Out* dw)
       : pool_(pool),
         g_(geometry),
@@ -624,18 +628,25 @@ class KernelGradient {
         dw_(dw),
         pixels_(examples * geometry.out[0] * geometry.out[1] * geometry.out[2]),
         blocks_(geometry.group_features()),
-        size_(geometry.taps() * geometry.group_channels() * geometry.features) {
-    for (int axis = 0; axis < 3; axis++)
+        size_(geometry.taps() * geometry.group_channels() * geometry.features),
+        merged_(merges()),
+        steps_(merged_ ? 1 : geometry.window[2]),
+        rows_(geometry.group_channels() * (merged_ ? geometry.window[2] : 1)) {
+    for (int axis = 0; axis < 2; axis++)
       for (int64_t k = 0; k < g_.window[axis]; k++) ranges_[axis].push_back(inside(axis, k));
+    for (int64_t k = 0; k < steps_; k++) {
+      const Range first = inside(2, k), last = merged_ ? inside(2, g_.window[2] - 1) : first;
+      ranges_[2].push_back({std::max(first.begin, last.begin), std::min(first.end, last.end)});
+    }
   }
 
   void run() {
-    const int64_t threads = pool_.threads(), channels = g_.group_channels(), columns = g_.groups * blocks_.count;
+    const int64_t threads = pool_.threads(), columns = g_.groups * blocks_.count;
     // The part of the gradient that a task adds to should stay in the second cache.
-    const int64_t bytes = g_.taps() * channels * BLOCK * static_cast<int64_t>(sizeof(float));
+    const int64_t bytes = g_.taps() * g_.group_channels() * BLOCK * static_cast<int64_t>(sizeof(float));
     const int64_t wanted = threads == 1 ? 1 : ceil_divide(4 * threads, columns);
-    const int64_t slices = std::clamp<int64_t>(std::max(wanted, ceil_divide(bytes, 1 << 19)), 1,
-                                               ceil_divide(channels, 4 * ROWS));
+    const int64_t slices =
+        std::clamp<int64_t>(std::max(wanted, ceil_divide(bytes, 1 << 19)), 1, ceil_divide(rows_, 4 * ROWS));
     // Few weights: each task adds up a part of the pixels, in memory of its own.
     const bool few = size_ * static_cast<int64_t>(sizeof(float)) <= 1 << 20;
     const int64_t most = few ? std::max<int64_t>(1, pixels_ / (4 * CHUNK)) : 1;
@@ -646,7 +657,7 @@ class KernelGradient {
     parallel(pool_, parts * slices * columns, [&](int64_t task) {
       const int64_t column = task % columns, slice = task / columns % slices, part = task / columns / slices;
       compute(first + part * size_, pixels_ * part / parts, pixels_ * (part + 1) / parts, column / blocks_.count,
-              blocks_[column % blocks_.count], channels * slice / slices, channels * (slice + 1) / slices);
+              blocks_[column % blocks_.count], rows_ * slice / slices, rows_ * (slice + 1) / slices);
     });
     if (in_place) return;
     const int64_t pieces = ceil_divide(size_, 4096);
@@ -663,6 +674,7 @@ class KernelGradient {
   struct Range {
     int64_t begin, end;
   };
+  using Contributions = std::vector<Contribution<Unit>>;
 
   // The outputs for which this position of the window is inside the input.
   Range inside(int axis, int64_t k) const {
@@ -672,86 +684,126 @@ class KernelGradient {
     return {begin, std::max(begin, end)};
   }
 
+  // Merged taps fill more tiles, and separate taps leave out the padding: whichever is less work.
+  bool merges() const {
+    if (g_.groups > 1 || g_.window[2] == 1 || g_.w_dilation[2] > 1 || !g_.multiplies_padding(true)) return false;
+    int64_t separate = 0;
+    for (int64_t k = 0; k < g_.window[2]; k++) separate += inside(2, k).end - inside(2, k).begin;
+    const int64_t merged = ceil_divide(g_.window[2] * g_.channels, ROWS) * g_.out[2];
+    return merged * 15 / 16 <= ceil_divide(g_.channels, ROWS) * separate;
+  }
+
   int64_t input(int axis, int64_t output, int64_t k) const {
     return output * g_.strides[axis] + k * g_.w_dilation[axis] - g_.low[axis];
   }
 
-  int64_t dy_stride() const { return g_.groups * blocks_.vectors * WIDTH; }
-
   void compute(float* dw, int64_t begin, int64_t end, int64_t group, const Blocks::Block& block, int64_t first,
-               int64_t last) {
-    const int64_t feature = group * g_.group_features() + block.begin;
-    std::vector<Contribution<Unit>> contributions;
-    std::vector<char> started(static_cast<size_t>(g_.taps()), 0);
-    const Unit* dy = dy_ + group * blocks_.vectors * WIDTH + block.begin;
-    const Memory<Unit> zeros = zero_units();
+               int64_t last) const {
+    const int64_t taps = g_.window[0] * g_.window[1] * steps_, feature = group * g_.group_features() + block.begin;
+    const int64_t columns = block.vectors * WIDTH;
+    const Memory<Unit> panel(CHUNK * columns);
+    std::vector<Contributions> contributions(static_cast<size_t>(taps));
+    std::vector<char> started(static_cast<size_t>(taps), 0);
+    Patches patches(*this);
     for (int64_t chunk = begin; chunk < end; chunk += CHUNK) {
       const int64_t chunk_end = std::min(end, chunk + CHUNK);
-      const Unit* padding = finite(dy, chunk, chunk_end, block) ? nullptr : zeros.data();
-      int64_t tap = 0;
-      for (int64_t kz = 0; kz < g_.window[0]; kz++)
-        for (int64_t ky = 0; ky < g_.window[1]; ky++)
-          for (int64_t kx = 0; kx < g_.window[2]; kx++, tap++) {
-            contributions.clear();
-            find(contributions, dy, chunk, chunk_end, group, kz, ky, kx, padding);
-            if (contributions.empty()) continue;
-            float* to = dw + tap * g_.group_channels() * g_.features + feature;
-            split(last - first, [&](int64_t c, int64_t size) {
-              CONTRIBUTE<Unit>[tile(size, block.vectors)](
-                  contributions.data(), static_cast<int64_t>(contributions.size()), first + c,
-                  to + (first + c) * g_.features, g_.features, block.lanes, started[static_cast<size_t>(tap)]);
-            });
-            started[static_cast<size_t>(tap)] = 1;
-          }
+      const bool finite = pack(panel.data(), dy_ + feature, chunk, chunk_end, block);
+      const bool pad = !finite && g_.multiplies_padding(true);
+      patches.used = 0;
+      for (int64_t tap = 0; tap < taps; tap++)
+        find(contributions[static_cast<size_t>(tap)], patches, panel.data(), columns, chunk, chunk_end, group, tap, pad);
+      split(last - first, [&](int64_t row, int64_t size) {
+        for (int64_t tap = 0; tap < taps; tap++) {
+          const Contributions& list = contributions[static_cast<size_t>(tap)];
+          if (list.empty()) continue;
+          float* to = dw + (tap * rows_ + first + row) * g_.features + feature;
+          CONTRIBUTE<Unit>[tile(size, block.vectors)](list.data(), static_cast<int64_t>(list.size()), first + row, to,
+                                                      g_.features, block.lanes, started[static_cast<size_t>(tap)]);
+        }
+      });
+      for (size_t tap = 0; tap < started.size(); tap++) started[tap] |= !contributions[tap].empty();
     }
-    for (int64_t tap = 0; tap < g_.taps(); tap++) {
+    for (int64_t tap = 0; tap < taps; tap++) {
       if (started[static_cast<size_t>(tap)]) continue;
-      for (int64_t c = first; c < last; c++) {
-        float* row = dw + (tap * g_.group_channels() + c) * g_.features + feature;
-        std::fill(row, row + block.size, 0.0f);
+      for (int64_t row = first; row < last; row++) {
+        float* to = dw + (tap * rows_ + row) * g_.features + feature;
+        std::fill(to, to + block.size, 0.0f);
       }
     }
   }
 
-  Memory<Unit> zero_units() const {
-    Memory<Unit> zeros(g_.group_channels());
-    std::memset(static_cast<void*>(zeros.data()), 0, static_cast<size_t>(g_.group_channels()) * sizeof(Unit));
-    return zeros;
-  }
+  // The rows of pixels at a border of merged taps, with zeros outside the input. The first is all zeros.
+  struct Patches {
+    const int64_t rows;
+    Memory<Unit> memory;
+    int64_t used = 0;
 
-  bool finite(const Unit* dy, int64_t begin, int64_t end, const Blocks::Block& block) const {
+    explicit Patches(const KernelGradient& of) : rows(of.rows_) {
+      const int64_t width = std::max<int64_t>(1, of.g_.out[2]);
+      const int64_t borders = width - (of.ranges_[2][0].end - of.ranges_[2][0].begin);
+      const int64_t lines = std::min(CHUNK / width + 2, CHUNK), taps = of.g_.window[0] * of.g_.window[1];
+      memory.grow(rows * (1 + (of.merged_ ? std::min(lines * borders, CHUNK) * taps : 0)));
+      std::memset(static_cast<void*>(memory.data()), 0, static_cast<size_t>(rows) * sizeof(Unit));
+    }
+    const Unit* zeros() const { return memory.data(); }
+    Unit* next() {
+      Unit* patch = memory.data() + ++used * rows;
+      std::memset(static_cast<void*>(patch), 0, static_cast<size_t>(rows) * sizeof(Unit));
+      return patch;
+    }
+  };
+
+  // Copies the block's features of the pixels begin to end behind each other. Returns whether they are finite.
+  bool pack(Unit* panel, const Unit* dy, int64_t begin, int64_t end, const Blocks::Block& block) const {
     Finite finite;
     for (int64_t pixel = begin; pixel < end; pixel++)
-      for (int64_t n = 0; n < block.vectors; n++)
-        finite.check(Unit(), bits_of<Words>(load(dy + pixel * dy_stride() + n * WIDTH)));
+      for (int64_t n = 0; n < block.vectors; n++, panel += WIDTH) {
+        const Unit* from = dy + pixel * g_.features + n * WIDTH;
+        const auto values = n == block.vectors - 1 && block.lanes < WIDTH ? load(from, block.lanes) : load(from);
+        finite.check(Unit(), bits_of<Words>(values));
+        std::memcpy(static_cast<void*>(panel), &values, sizeof(values));
+      }
     return finite.all();
   }
 
-  // The pixels begin to end at a tap. Those outside the input are left out, or read `padding` if there is one.
-  void find(std::vector<Contribution<Unit>>& contributions, const Unit* dy, int64_t begin, int64_t end, int64_t group,
-            int64_t kz, int64_t ky, int64_t kx, const Unit* padding) const {
-    const int64_t width = g_.out[2];
+  // Lists the pixels begin to end at a tap. Those outside the input are left out, or are zeros if `pad`.
+  // `panel` holds their gradients, `step` units each.
+  void find(Contributions& contributions, Patches& patches, const Unit* panel, int64_t step, int64_t begin,
+            int64_t end, int64_t group, int64_t tap, bool pad) const {
+    contributions.clear();
+    const int64_t kx = tap % steps_, ky = tap / steps_ % g_.window[1], kz = tap / steps_ / g_.window[1];
     const Range &zs = ranges_[0][static_cast<size_t>(kz)], &ys = ranges_[1][static_cast<size_t>(ky)],
                 &xs = ranges_[2][static_cast<size_t>(kx)];
-    for (int64_t row = begin / width; row * width < end; row++) {
-      const int64_t y = row % g_.out[1], z = row / g_.out[1] % g_.out[0], n = row / g_.out[1] / g_.out[0];
-      const int64_t from = std::max<int64_t>(0, begin - row * width), to = std::min(width, end - row * width);
-      const bool row_inside = zs.begin <= z && z < zs.end && ys.begin <= y && y < ys.end;
-      const int64_t x_from = row_inside ? std::clamp(xs.begin, from, to) : to;
-      const int64_t x_to = row_inside ? std::clamp(xs.end, x_from, to) : to;
-      const Unit* gradient = dy + row * width * dy_stride();
-      if (padding != nullptr)
-        for (int64_t x = from; x < x_from; x++) contributions.push_back({padding, gradient + x * dy_stride()});
-      if (x_from < x_to) {
-        const int64_t z_in = input(0, z, kz), y_in = input(1, y, ky);
-        const Unit* values = x_ + ((n * g_.in[0] + z_in) * g_.in[1] + y_in) * g_.in[2] * g_.channels +
-                             group * g_.group_channels();
-        for (int64_t x = x_from; x < x_to; x++)
-          contributions.push_back({values + input(2, x, kx) * g_.channels, gradient + x * dy_stride()});
-      }
-      if (padding != nullptr)
-        for (int64_t x = x_to; x < to; x++) contributions.push_back({padding, gradient + x * dy_stride()});
+    const int64_t width = g_.out[2];
+    for (int64_t line = begin / width; line * width < end; line++) {
+      const int64_t y = line % g_.out[1], z = line / g_.out[1] % g_.out[0], n = line / g_.out[1] / g_.out[0];
+      const int64_t from = std::max<int64_t>(0, begin - line * width), to = std::min(width, end - line * width);
+      const bool there = zs.begin <= z && z < zs.end && ys.begin <= y && y < ys.end;
+      if (!there && !pad) continue;
+      const int64_t x_from = there ? std::clamp(xs.begin, from, to) : to;
+      const int64_t x_to = there ? std::clamp(xs.end, x_from, to) : to;
+      const int64_t pixel = there ? ((n * g_.in[0] + input(0, z, kz)) * g_.in[1] + input(1, y, ky)) * g_.in[2] : 0;
+      const Unit* values = x_ + pixel * g_.channels + group * g_.group_channels();
+      const Unit* gradient = panel + (line * width - begin) * step;
+      const auto outside = [&](int64_t x) {
+        if (merged_ && there) contributions.push_back({patch(patches, values, x), gradient + x * step});
+        else if (pad) contributions.push_back({patches.zeros(), gradient + x * step});
+      };
+      for (int64_t x = from; x < x_from; x++) outside(x);
+      for (int64_t x = x_from; x < x_to; x++)
+        contributions.push_back({values + input(2, x, kx) * g_.channels, gradient + x * step});
+      for (int64_t x = x_to; x < to; x++) outside(x);
     }
+  }
+
+  const Unit* patch(Patches& patches, const Unit* values, int64_t x) const {
+    const int64_t first = input(2, x, 0), begin = std::max<int64_t>(0, first);
+    const int64_t end = std::min(g_.in[2], first + g_.window[2]);
+    if (begin >= end) return patches.zeros();
+    Unit* patch = patches.next();
+    std::memcpy(static_cast<void*>(patch + (begin - first) * g_.channels), values + begin * g_.channels,
+                static_cast<size_t>((end - begin) * g_.channels) * sizeof(Unit));
+    return patch;
   }
 
   Pool& pool_;
@@ -762,6 +814,9 @@ class KernelGradient {
   const int64_t pixels_;
   const Blocks blocks_;
   const int64_t size_;
+  const bool merged_;
+  const int64_t steps_;  // of the window along the last axis
+  const int64_t rows_;   // of the gradient at a tap
   std::vector<Range> ranges_[3];
 };
 
@@ -789,20 +844,16 @@ Memory<Unit> converted(Pool& pool, const Value* from, int64_t rows, int64_t size
 }
 
 #if defined(FNET_PAIRS)
-// Makes pairs of every two examples: [examples, rows, size] to [ceil(examples / 2), rows, padded].
-inline Memory<Pair> paired(Pool& pool, const bfloat16* from, int64_t examples, int64_t rows, int64_t size,
-                           int64_t padded) {
-  const int64_t pairs = ceil_divide(examples, 2), pieces = ceil_divide(pairs * rows, 256);
-  Memory<Pair> to(pairs * rows * padded);
-  parallel(pool, pieces, [&](int64_t piece) {
-    for (int64_t i = piece * 256; i < std::min(pairs * rows, (piece + 1) * 256); i++) {
-      const int64_t pair = i / rows, row = i % rows;
-      const bfloat16* low = from + (2 * pair * rows + row) * size;
-      const bfloat16* high = 2 * pair + 1 < examples ? low + rows * size : nullptr;
-      Pair* units = to.data() + i * padded;
-      for (int64_t c = 0; c < size; c++) units[c] = {{low[c], high == nullptr ? bfloat16{0} : high[c]}};
-      for (int64_t c = size; c < padded; c++) units[c] = {};
-    }
+// Makes pairs of every two examples: [examples, size] to [ceil(examples / 2), size].
+inline Memory<Pair> paired(Pool& pool, const bfloat16* from, int64_t examples, int64_t size) {
+  const int64_t pairs = ceil_divide(examples, 2), pieces = ceil_divide(size, 4096);
+  Memory<Pair> to(pairs * size);
+  parallel(pool, pairs * pieces, [&](int64_t task) {
+    const int64_t pair = task / pieces, begin = task % pieces * 4096, end = std::min(size, begin + 4096);
+    const bfloat16* low = from + 2 * pair * size;
+    const bfloat16* high = 2 * pair + 1 < examples ? low + size : nullptr;
+    Pair* units = to.data() + pair * size;
+    for (int64_t i = begin; i < end; i++) units[i] = {{low[i], high == nullptr ? bfloat16{0} : high[i]}};
   });
   return to;
 }
@@ -832,24 +883,19 @@ void product(Pool& pool, const Geometry& g, const bfloat16* x, const bfloat16* w
 
 inline void kernel_gradient(Pool& pool, const Geometry& g, const float* x, const float* dy, float* dw) {
   if (g.taps() * g.group_channels() * g.features == 0) return;
-  const int64_t features = g.group_features(), padded = ceil_divide(features, WIDTH) * WIDTH;
-  const Memory<float> copy =
-      features == padded ? Memory<float>() : converted<float>(pool, dy, g.pixels() * g.groups, features, padded);
-  KernelGradient<float, float>(pool, g, g.batch, x, features == padded ? dy : copy.data(), dw).run();
+  KernelGradient<float, float>(pool, g, g.batch, x, dy, dw).run();
 }
 
 template <class Out>
 void kernel_gradient(Pool& pool, const Geometry& g, const bfloat16* x, const bfloat16* dy, Out* dw) {
   if (g.taps() * g.group_channels() * g.features == 0) return;
-  const int64_t features = g.group_features(), padded = ceil_divide(features, WIDTH) * WIDTH;
 #if defined(FNET_PAIRS)
-  const int64_t in = g.in[0] * g.in[1] * g.in[2], out = g.out[0] * g.out[1] * g.out[2];
-  const Memory<Pair> x_pairs = paired(pool, x, g.batch, in, g.channels, g.channels);
-  const Memory<Pair> dy_pairs = paired(pool, dy, g.batch, out * g.groups, features, padded);
+  const int64_t in = g.in[0] * g.in[1] * g.in[2] * g.channels, out = g.out[0] * g.out[1] * g.out[2] * g.features;
+  const Memory<Pair> x_pairs = paired(pool, x, g.batch, in), dy_pairs = paired(pool, dy, g.batch, out);
   KernelGradient<Pair, Out>(pool, g, ceil_divide(g.batch, 2), x_pairs.data(), dy_pairs.data(), dw).run();
 #else
-  const Memory<float> x_copy = converted<float>(pool, x, g.in_pixels(), g.channels, g.channels);
-  const Memory<float> dy_copy = converted<float>(pool, dy, g.pixels() * g.groups, features, padded);
+  const Memory<float> x_copy = converted<float>(pool, x, g.in_pixels() * g.channels, 1, 1);
+  const Memory<float> dy_copy = converted<float>(pool, dy, g.pixels() * g.features, 1, 1);
   KernelGradient<float, Out>(pool, g, g.batch, x_copy.data(), dy_copy.data(), dw).run();
 #endif
 }

@@ -190,6 +190,11 @@ FNET_INLINE Words load(const Pair* from) {
   std::memcpy(&vector, from, sizeof(vector));
   return vector;
 }
+FNET_INLINE Words load(const Pair* from, int64_t count) {
+  Words vector = {};
+  std::memcpy(&vector, from, 4 * static_cast<size_t>(count));
+  return vector;
+}
 FNET_INLINE Floats multiplied(Floats sums, Words a, Words b) {
   return _mm512_dpbf16_ps(sums, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
 }
