@@ -3,6 +3,7 @@ random weights.
 
     python -m benchmarks.generation                      # in .venv-verify, which has PyTorch and transformers
     python -m benchmarks.generation stories15m --rows=1,16 --rounds=5
+    python -m benchmarks.generation smollm-135m --rows=1 --peers=fnet,fnet-int8,fnet-int4
     python -m benchmarks.generation --size=small --peers=fnet      # a test of the benchmark, without PyTorch
 
 Each library generates 64 tokens greedily for prompts of 32 tokens, in float32. fnet saves the
@@ -11,7 +12,8 @@ libraries run one after the other. The first call for each shape compiles. Its t
 but its tokens are compared. The time includes the forward pass of the prompt. The time of a further
 token is (time of 64 tokens - time of one token) / 63. Each further token reads all parameters once.
 Therefore, its share of the bandwidth is bytes of parameters / time / rate. The rate is the bytes
-per second that all cores together read from a large array.
+per second that all cores together read from a large array. The peers fnet-int8 and fnet-int4 quantize all
+kernels and the embedding, so that they read fewer bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import functools
 import os
 import statistics
 import sys
@@ -54,7 +57,7 @@ MODELS = {
 SMALL = dict(
     vocab_size=64, width=16, depth=2, heads=2, kv_heads=2, hidden=24, context=64, tied=True
 )
-PEERS = ("fnet", "torch")
+PEERS = ("fnet", "torch", "fnet-int8", "fnet-int4")
 
 
 def prompts(rows, length, vocab_size):
@@ -66,18 +69,26 @@ def prompts(rows, length, vocab_size):
 class Fnet:
     """Answers the questions to fnet's process."""
 
+    def __init__(self, bits=32):
+        self.bits = bits
+
     def prepare(self, folder, fields):
         import jax
 
-        from fnet import models
+        from fnet import compress, models
         from fnet.models import pretrained
 
         model = models.Decoder(**fields)
         params, _ = model.init(jax.random.key(0), model.example())
         pretrained.save(model, params, {}, folder, names="huggingface")
         model, params, _ = pretrained.load(folder)
-        self.model, self.params = models.unstack(model, params)
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        model, params = models.unstack(model, params)
+        if self.bits < 32:
+            format = compress.Int8 if self.bits == 8 else functools.partial(compress.Int4, 32)
+            recipe = {"embed": format(axes=-1), ".*kernel": format()}
+            params = compress.quantize(params, recipe)
+        self.model, self.params = model, params
+        return compress.size(params)
 
     def generate(self, rows, length, new):
         import jax
@@ -122,7 +133,7 @@ class Torch:
 
 def peer(name):
     """Runs the process of one library."""
-    library = {"fnet": Fnet, "torch": Torch}[name]()
+    library = Torch() if name == "torch" else Fnet(int(name.partition("int")[2] or 32))
 
     def timed(**details):
         began = time.perf_counter()
@@ -152,7 +163,8 @@ def measure(live, name, options):
     fields = SMALL if options.size == "small" else MODELS[name]
     length, new = (4, 8) if options.size == "small" else (32, 64)
     with tempfile.TemporaryDirectory() as folder:
-        size, *_ = [each.ask("prepare", limit=600, folder=folder, fields=fields) for each in live]
+        sizes = [each.ask("prepare", limit=600, folder=folder, fields=fields) for each in live]
+        sizes = [size or sizes[0] for size in sizes]
     rate = bandwidth()
     for rows in options.rows:
         shape = dict(rows=rows, length=length, new=new)
@@ -190,7 +202,7 @@ def measure(live, name, options):
         cells += [
             " / ".join(f"{1e3 * statistics.median(firsts[peer]):.0f}" for peer in firsts),
             " / ".join(f"{1e3 * each:.1f}" for each in more.values()),
-            " / ".join(f"{size / each / rate:.0%}" for each in more.values())
+            " / ".join(f"{n / each / rate:.0%}" for n, each in zip(sizes, more.values()))
             + f" of {rate / 1e9:.0f} GB/s",
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
@@ -206,7 +218,10 @@ def parser():
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--size", choices=("full", "small"), default="full")
     flags.add_argument(
-        "--peers", type=lambda text: text.split(","), default=list(PEERS), help="the first is fnet"
+        "--peers",
+        type=lambda text: text.split(","),
+        default=["fnet", "torch"],
+        help=f"of {', '.join(PEERS)}; the first is fnet",
     )
     return flags
 

@@ -11,7 +11,7 @@ from checks import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnet import models
+from fnet import compress, models
 from fnet import transforms as ft
 from fnet.models.generation import _generate
 from fnet.models.generation._generate import empty_cache
@@ -323,6 +323,26 @@ def test_a_stacked_model_generates_what_separate_layers_do():
     np.testing.assert_array_equal(
         greedy(model, params, PROMPTS, max_tokens=6, lengths=LENGTHS).tokens, apart.tokens
     )
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_quantized_parameters_generate_what_their_values_do(name):
+    model, params = prepared(name)
+    recipe = {"embed": compress.Int8(axes=-1), ".*kernel": compress.Int4(4)}
+    small = compress.quantize(params, recipe)
+    texts = greedy(model, small, PROMPTS, max_tokens=6, lengths=LENGTHS)
+    same = greedy(model, compress.materialize(small), PROMPTS, max_tokens=6, lengths=LENGTHS)
+    np.testing.assert_array_equal(texts.tokens, same.tokens)
+    close(texts.log_probs, same.log_probs, 1e-4)
+
+
+@pytest.mark.exhaustive
+def test_beams_of_quantized_parameters():
+    model, params = prepared("llama")
+    small = compress.quantize(params, {".*kernel": compress.Int4(4)})
+    beams = lambda params: models.beam_search(model, params, PROMPTS, max_tokens=4, beams=2)
+    np.testing.assert_array_equal(beams(small).tokens, beams(compress.materialize(small)).tokens)
 
 
 @pytest.mark.quick_cases(1)

@@ -174,7 +174,9 @@ def _searched(
         return (state.count < max_tokens) & state.open.any()
 
     def step(state):
-        logits, cache = model(params, state.last[:, None], state=state.cache)
+        logits, cache = _generate.reading(model, params)(
+            params, state.last[:, None], state=state.cache
+        )
         scores = jax.nn.log_softmax(logits[:, 0].astype(jnp.float32)).reshape(batch, beams, -1)
         vocab_size = scores.shape[-1]
         scores = (state.running.scores[:, :, None] + scores).reshape(batch, -1)

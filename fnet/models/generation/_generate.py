@@ -14,7 +14,7 @@ from jax import export, lax
 
 from fnet import layers as nn
 from fnet import transforms as ft
-from fnet.jaxpr import automatic
+from fnet.jaxpr import automatic, is_implicit
 from fnet.layers._explicit import like
 from fnet.layers._sizes import at_most, integers, sized
 from fnet.models._blocks import unstack
@@ -270,11 +270,13 @@ def start(
     if width != 1:
         # Processes all tokens but the last, to cache their keys and values. XLA removes the unused
         # logits.
-        _, cache = model(params, prompts[:, :-1], lengths=lengths - 1, state=cache)
+        _, cache = reading(model, params)(params, prompts[:, :-1], lengths=lengths - 1, state=cache)
     last = jnp.take_along_axis(prompts, lengths[:, None] - 1, 1)
     seen = counts = None
     if options.counts:
-        vocab_size = jax.eval_shape(lambda: model(params, last, state=cache))[0].shape[-1]
+        vocab_size = jax.eval_shape(lambda: reading(model, params)(params, last, state=cache))[
+            0
+        ].shape[-1]
         valid = jnp.arange(width)[None] < lengths[:, None]
         # Padding is out of bounds and therefore dropped.
         tokens = jnp.where(valid, prompts, vocab_size)
@@ -335,9 +337,15 @@ def _decoder(model):
     TPU."""
 
     def decode(params, tokens, cache):
-        return model(params, tokens, state=cache)
+        return reading(model, params)(params, tokens, state=cache)
 
     return ft.tune(decode) if jax.default_backend() in ("gpu", "tpu") else decode
+
+
+def reading(model, params):
+    """Returns the model as a function of these parameters, which may be quantized or have adapters."""
+    leaves = jax.tree.leaves(params, is_leaf=is_implicit)
+    return ft.use_implicit_arrays(model) if any(map(is_implicit, leaves)) else model
 
 
 def taken(model, cache, rows, batch, capacity):
