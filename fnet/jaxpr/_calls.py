@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from fnet import _jax
 
+RECURRENCES = ("recurrence", "recurrence_tangent", "recurrence_gradient")
+"""fnet's own primitives that run their body, a program which a kernel may replace."""
 # They only run their body.
-INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr"))
+INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr", *RECURRENCES))
 CALLS = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"}
 """Primitives that run one jaxpr once. The inputs and outputs of the jaxpr are those of the
 equation."""

@@ -18,7 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fnet import _jax
-from fnet.jaxpr._calls import bodies, scan, title
+from fnet.jaxpr._calls import RECURRENCES, bodies, scan, title
 from fnet.jaxpr._primitives import UNKNOWN, Description, description, traits
 from fnet.jaxpr._scopes import Scope
 from fnet.jaxpr._values import Value, arrays_of, bind, restore
@@ -62,6 +62,19 @@ def inline(
     """Evaluates the body of a call in place of the call."""
     closed = bodies(eqn)[0].closed
     return interpreter.evaluate(closed.jaxpr, closed.consts, inputs, scope, wanted)
+
+
+def _recurrence(
+    interpreter: Evaluates, eqn: Any, scope: Scope, inputs: list[Value], wanted: tuple
+) -> list[Value]:
+    """Evaluates a call whose body a kernel may replace. It stays a call if the body is unchanged."""
+    body = eqn.params["call_jaxpr"]
+    closed, notes = interpreter.kept(body, scope, wanted, inputs)
+    if str(closed) == str(body):
+        outputs = arrays_of(bind(eqn, arrays_of(inputs)))
+    else:
+        outputs = _jax.evaluate(closed, closed.consts, arrays_of(inputs))
+    return [Value(y, note) for y, note in zip(outputs, notes)]
 
 
 def _scan(
@@ -324,6 +337,7 @@ def _moves(x: Any) -> bool:
 ENTER = {
     **dict.fromkeys(("jit", "pjit"), _jit),
     **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), inline),
+    **dict.fromkeys(RECURRENCES, _recurrence),
     **dict.fromkeys(("remat2", "checkpoint"), _remat),
     "scan": _scan,
     "while": _while,

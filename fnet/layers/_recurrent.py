@@ -18,7 +18,8 @@ from jax.nn import initializers
 from fnet import _jax
 from fnet.layers._core import Layer, method
 from fnet.layers._explicit import like, resharded
-from fnet.layers._linear import affine, align, floating, lecun_normal, linear, wide, zeros
+from fnet.layers._linear import affine, floating, lecun_normal, linear, wide, zeros
+from fnet.layers._recurrence import GRU_CELL, LSTM_CELL, Cell, recurrence
 from fnet.layers._scope import Scope, describe
 from fnet.layers._sizes import integers
 
@@ -51,13 +52,10 @@ def open_forget_gate(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32)
 
 class _Recurrent(Layer):
     """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one matrix
-    product per step.
-
-    The projected inputs of each gate are a separate array. If the gates were slices of one array,
-    XLA:CPU would not vectorize the elementwise operations of a step.
-    """
+    product per step. A layer with a `cell` is one operation (see `_recurrence`)."""
 
     gates: typing.ClassVar[int] = 1
+    cell: typing.ClassVar[Cell | None] = None
 
     features: int
     _: KW_ONLY
@@ -124,9 +122,6 @@ class _Recurrent(Layer):
 
     def _one_carry(self, zero: Any) -> Any:
         return zero
-
-    def _output(self, carry: Any) -> Any:
-        return carry
 
     def _begin(self, carry: Any, x: jax.Array, scope: Scope) -> Any:
         dtype = jnp.float32 if jnp.finfo(x.dtype).bits < 32 else x.dtype
@@ -216,9 +211,8 @@ class RNN(_Recurrent):
     _: KW_ONLY
     activation: Callable = jnp.tanh
 
-    def _step(self, arrays: dict, hidden: jax.Array, projected: jax.Array, recur: Callable) -> Any:
-        (px,), (ph,) = projected, recur(hidden)
-        return self.activation(px + ph)
+    def _step(self, hidden: jax.Array, projected: jax.Array, recurrent: jax.Array) -> jax.Array:
+        return self.activation(projected + recurrent)
 
 
 class LSTM(_Recurrent):
@@ -251,21 +245,13 @@ class LSTM(_Recurrent):
     """
 
     gates: typing.ClassVar[int] = 4
+    cell: typing.ClassVar[Cell | None] = LSTM_CELL
 
     _: KW_ONLY
     bias_init: Callable = open_forget_gate
 
     def _one_carry(self, zero: Any) -> tuple:
         return zero, zero
-
-    def _step(self, arrays: dict, carry: Any, projected: jax.Array, recur: Callable) -> tuple:
-        hidden, cell = carry
-        i, f, g, o = (px + ph for px, ph in zip(projected, recur(hidden)))
-        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
-        return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
-
-    def _output(self, carry: Any) -> Any:
-        return carry[0]
 
 
 class GRU(_Recurrent):
@@ -298,6 +284,7 @@ class GRU(_Recurrent):
     """
 
     gates: typing.ClassVar[int] = 3
+    cell: typing.ClassVar[Cell | None] = GRU_CELL
 
     def _more(self, scope: Scope) -> dict:
         bias = scope.param(
@@ -305,43 +292,38 @@ class GRU(_Recurrent):
         )
         return {"recurrent_bias": bias}
 
-    def _step(
-        self, arrays: dict, hidden: jax.Array, projected: jax.Array, recur: Callable
-    ) -> jax.Array:
-        (rx, zx, nx), (rh, zh, nh) = projected, recur(hidden)
-        if self.use_bias:
-            nh = nh + align(arrays["recurrent_bias"], nh)
-        z = jax.nn.sigmoid(zx + zh)
-        return (1 - z) * jnp.tanh(nx + jax.nn.sigmoid(rx + rh) * nh) + z * hidden
-
 
 # Jitted, so that eager calls compile once for each layer and shape. An eager scan would compile in
 # each call, because its closure is a new function each time.
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 5))
-def _scan(layer: Layer, arrays: dict, x: jax.Array, carry: Any, valid: Any, reverse: bool) -> tuple:
+def _scan(layer: Any, arrays: dict, x: jax.Array, carry: Any, valid: Any, reverse: bool) -> tuple:
+    if layer.cell is not None:
+        states, structure = jax.tree.flatten(carry)
+        y, states = recurrence(
+            layer.cell, arrays, x, states, valid, reverse=reverse, unroll=layer.unroll
+        )
+        return y, jax.tree.unflatten(structure, states)
+
     x = x.swapaxes(0, 1)  # [time, batch, features_in]
     if valid is not None:
         x = jnp.where(valid, x, 0)  # otherwise NaN in padding reaches the kernel's gradient
-    apart = functools.partial(jnp.split, indices_or_sections=layer.gates, axis=-1)
-    each = [apart(arrays[name]) for name in ("kernel", "bias") if name in arrays]
-    projected = [affine(x, *gate) if "bias" in arrays else linear(x, *gate) for gate in zip(*each)]
+    bias = [arrays["bias"]] if "bias" in arrays else []
+    projected = (affine if bias else linear)(x, arrays["kernel"], *bias)
 
-    def recur(hidden: jax.Array) -> Any:
+    def step(hidden: jax.Array, inputs: tuple) -> tuple:
+        projected, valid = inputs
         # The kernel is cast within the step, so that its gradient is summed over time in the
         # kernel's dtype.
-        return apart(wide(linear(hidden.astype(x.dtype), arrays["recurrent_kernel"])))
-
-    def step(carry: Any, inputs: tuple) -> tuple:
-        projected, valid = inputs
-        after = layer._step(arrays, carry, [wide(gate) for gate in projected], recur)
-        output = layer._output(after).astype(x.dtype)
+        recurrent = linear(hidden.astype(x.dtype), arrays["recurrent_kernel"])
+        after = layer._step(hidden, wide(projected), wide(recurrent))
+        output = after.astype(x.dtype)
         if valid is not None:
-            after = jax.tree.map(lambda new, old: jnp.where(valid, new, old), after, carry)
+            after = jnp.where(valid, after, hidden)
             output = jnp.where(valid, output, 0)
         return after, output
 
     # Inside shard_map, the carry must vary over the same mesh axes as the results of a step.
-    carry = jax.tree.map(lambda leaf: resharded(leaf, like(x, 1)), carry)
+    carry = resharded(carry, like(x, 1))
     leaves, structure = jax.tree.flatten((carry, projected, valid, arrays["recurrent_kernel"]))
     carry, projected, valid, _ = jax.tree.unflatten(structure, _jax.vary_alike(*leaves))
     carry, outputs = lax.scan(step, carry, (projected, valid), reverse=reverse, unroll=layer.unroll)

@@ -7,12 +7,14 @@ or divided over devices, the primitive is JAX's own operation.
 
 - `convolution`, `convolution_p`, `form`: convolutions and their gradients.
 - `packed_product`, `packed_product_p`, `suits`: products with matrices of 4 or 8 bits.
+- `recurrence`, `recurrence_p`, `supported`: recurrent layers and their gradients.
 - `library`, `Library`, `missing`: the compiled kernels, or the reason why there are none.
 """
 
 from fnet.native._convolution import convolution, convolution_p, form
 from fnet.native._library import Library, library, missing
 from fnet.native._packed import packed_product, packed_product_p, suits
+from fnet.native._recurrent import recurrence, recurrence_p, supported
 
 __all__ = [
     "Library",
@@ -23,5 +25,8 @@ __all__ = [
     "missing",
     "packed_product",
     "packed_product_p",
+    "recurrence",
+    "recurrence_p",
     "suits",
+    "supported",
 ]

@@ -31,7 +31,14 @@ FLAGS = (
     "-fvisibility=hidden",
     "-fPIC",
 )
-HANDLERS = ("fnet_convolution", "fnet_packed")  # the symbols that the sources export
+HANDLERS = (  # the symbols that the sources export
+    "fnet_convolution",
+    "fnet_packed",
+    "fnet_lstm",
+    "fnet_lstm_gradient",
+    "fnet_gru",
+    "fnet_gru_gradient",
+)
 _SECONDS = 300  # after this time, the compiler is stopped
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from fnet import _jax
-from fnet.jaxpr._calls import bodies, donated, has_shardings, scan
+from fnet.jaxpr._calls import INLINED, bodies, donated, has_shardings, scan
 from fnet.jaxpr._enter import inline
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, View, plain_dot
 from fnet.jaxpr._records import options
@@ -376,7 +376,7 @@ _RULES = {
     "gather": _gather,
     "jit": _call,
     "pjit": _call,
-    **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _inline),
+    **dict.fromkeys(INLINED - {"jit", "pjit"}, _inline),
     **dict.fromkeys(("remat2", "checkpoint"), _remat),
     "scan": _scan,
     "while": _while,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import linen
 
+from fnet import jaxpr
 from fnet import layers as nn
 
 KINDS = {"RNN": nn.RNN, "LSTM": nn.LSTM, "GRU": nn.GRU}
@@ -282,13 +283,10 @@ def test_one_product_for_each_step(kind):
     times, which XLA:CPU does one element at a time."""
     layer, params, x = made(kind)
 
-    def equations(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield from (
-                equations(eqn.params["jaxpr"].jaxpr)
-                if eqn.primitive.name in ("jit", "pjit")
-                else [eqn]
-            )
+    def equations(program):
+        for eqn in program.eqns:
+            called = eqn.primitive.name in jaxpr.INLINED
+            yield from equations(jaxpr.bodies(eqn)[0].jaxpr) if called else [eqn]
 
     found = list(equations(jax.make_jaxpr(layer)(params, x).jaxpr))
     (scan,) = (eqn for eqn in found if eqn.primitive.name == "scan")

@@ -162,6 +162,11 @@ def relative(got, want):
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("family", "name"), case_ids())
 def test_layer_equals_torch(family, name):
+    equals_torch(family, name, jax.jit)
+
+
+def equals_torch(family, name, compiled):
+    """Compares outputs and gradients. `compiled` is `jax.jit`, or another such transform."""
     case = fixture(family)[name]
     config, cotangents = case["config"], part(case, "cotangents")
     leaves = {
@@ -171,7 +176,7 @@ def test_layer_equals_torch(family, name):
     }
     varied = {name: array for name, array in leaves.items() if array.dtype == np.float32}
 
-    @jax.jit
+    @compiled
     def forward_and_backward(varied, cotangents):
         def forward(varied):
             outputs = run(config, part(leaves | varied, "params"), part(leaves | varied, "inputs"))

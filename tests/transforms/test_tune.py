@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from tune_cases import EVERY, NAMES, STEPS, cnn, fired, mlp, near, normal, only
 
 from fnet import hardware as hw
+from fnet import layers as nn
+from fnet import native
 from fnet import transforms as ft
 from fnet.transforms._tune import _accumulated, _cpu, _library, _tune
 
@@ -66,7 +68,13 @@ def test_every_rule_fires_somewhere(monkeypatch):
     ]
     outer = lambda total, row: (total + row.T @ row, None)
     made += [(lambda x: lax.scan(outer, jnp.zeros((16, 16)), x), (jnp.ones((3, 1, 16)),))]
-    assert set().union(*(fired(step, *args, rules=EVERY) for step, args in made)) == set(NAMES)
+    layer, x = nn.LSTM(4), jnp.ones((8, 16, 3))
+    made += [(lambda p, x: layer(p, x), (layer.init(jax.random.key(0), x)[0], x))]
+    made += [
+        (lambda x, w: lax.conv(x, w, (1,), "SAME"), (jnp.ones((8, 64, 64)), jnp.ones((64, 64, 3))))
+    ]
+    expected = {name for name in NAMES if native.library() or not name.startswith("native")}
+    assert set().union(*(fired(step, *args, rules=EVERY) for step, args in made)) == expected
 
 
 # Inside bodies, beside other transforms.
@@ -261,7 +269,8 @@ def test_explain_is_a_table():
     text = str(ft.explain(jax.jit(ft.tune(step, rules=EVERY)), *args))
     assert re.search(
         r"equations rewritten; not fired: summed_products, bfloat16_products, max_pool, max_pool_gradient, "
-        "depthwise_convolution, grouped_convolution, small_input, dilated_input, "
+        "native_convolution, native_recurrence, depthwise_convolution, grouped_convolution, "
+        "small_input, dilated_input, "
         "convolution_gradient, kernel_layout, convolution_kernels, convolution_library",
         text,
     )

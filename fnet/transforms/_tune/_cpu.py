@@ -32,7 +32,7 @@ from fnet.transforms._tune._convolutions import (
     small_input,
 )
 from fnet.transforms._tune._layout import transposed
-from fnet.transforms._tune._native import native_convolution
+from fnet.transforms._tune._native import native_convolution, native_recurrence
 
 F32 = jnp.dtype("float32")
 LARGE = 1 << 19  # minimum elements of a product's operand; for smaller ones, XLA is equally fast
@@ -325,6 +325,12 @@ RULES = (
         ("conv_general_dilated", "lowered"),
         native_convolution,
         "fnet's own kernel",
+    ),
+    Rule(
+        "native_recurrence",
+        ("recurrence", "recurrence_gradient"),
+        native_recurrence,
+        "fnet's own kernel, with one call for all time steps",
     ),
     Rule(
         "depthwise_convolution",

@@ -6,11 +6,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import jaxpr, native
+from fnet.hardware._cpu import read_cpu
 from fnet.hardware._onednn import onednn
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 WORK = 1 << 20  # minimum multiplications of a convolution for a call of a kernel
 CHANNELS = 8  # minimum channels of a group
+# Minimum rows, batch times time, and minimum time, with which a kernel multiplies a recurrent layer's weights: it first
+# copies the weights in its own order.
+ROWS, TIME = 64, 2
+# Minimum batch for each core, because a kernel divides the batch. With up to NARROW units, XLA's
+# products run on one core, too.
+BATCH, NARROW = 2, 128
 
 
 def native_convolution(eqn, inputs):
@@ -40,6 +47,26 @@ def native_convolution(eqn, inputs):
             flipped=flipped,
         )
     ]
+
+
+def native_recurrence(eqn, inputs):
+    """Computes a recurrent layer, or its gradient, by a kernel in C++."""
+    if not native.supported(eqn):
+        return None
+    form = eqn.params["form"]
+    given = form.named([value.x for value in inputs])
+    batch, time, _ = given["x"].shape
+    if batch * time < ROWS or time < TIME:
+        return None
+    if given["recurrent_kernel"].shape[0] > NARROW and batch < BATCH * _cores():
+        return None
+    if not native.library():
+        return None
+    return native.recurrence(eqn, [value.x for value in inputs])
+
+
+def _cores() -> float:
+    return read_cpu().cores or 1
 
 
 def _wide(product, x, w) -> bool:
