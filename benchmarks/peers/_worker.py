@@ -104,17 +104,21 @@ class Worker:
 
     def time(self, budget):
         """Returns the seconds per step, over about `budget` seconds and at least two steps."""
+        return self.clocks(budget)[0]
+
+    def clocks(self, budget):
+        """Returns the seconds per step, and the processor's seconds per step."""
         if self.each < 0.05:
             self._step(0)  # not timed, because the previous peer has changed the CPU's caches
         steps = max(2, math.ceil(budget / self.each))
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), time.process_time()
         for i in range(steps):
             value = self.run.step(i)
             if not self.train:
                 self.run.wait(value)  # otherwise, independent calls would overlap
         self.run.wait(value)
         self.each = (time.perf_counter() - begun) / steps
-        return self.each
+        return self.each, (time.process_time() - used) / steps
 
     def memory(self):
         """Returns the peak bytes of the process, and of the device if the device reports them."""
@@ -139,6 +143,7 @@ if __name__ == "__main__":
             "prepare": worker.prepare,
             "start": worker.start,
             "time": worker.time,
+            "clocks": worker.clocks,
             "memory": worker.memory,
         }
     )
