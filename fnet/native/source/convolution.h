@@ -822,38 +822,44 @@ class KernelGradient {
 
 // ---- arrays in the form that the tiles read
 
-// Copies [rows, groups, size] of float32 or bfloat16 to [rows, groups, padded] of Unit.
-template <class Unit, class Value>
-Memory<Unit> converted(Pool& pool, const Value* from, int64_t rows, int64_t size, int64_t padded) {
-  Memory<Unit> to(rows * padded);
-  const int64_t pieces = ceil_divide(rows, 256);
-  parallel(pool, pieces, [&](int64_t piece) {
-    for (int64_t row = piece * 256; row < std::min(rows, (piece + 1) * 256); row++) {
-      const Value* values = from + row * size;
-      Unit* units = to.data() + row * padded;
-      if constexpr (std::is_same<Unit, float>::value) {
-        for (int64_t i = 0; i < size; i++) units[i] = widen(values[i]);
-        std::fill(units + size, units + padded, 0.0f);
-      } else {
-        std::memset(static_cast<void*>(units), 0, static_cast<size_t>(padded) * sizeof(Unit));
-        std::memcpy(static_cast<void*>(units), values, static_cast<size_t>(size) * sizeof(Value));
-      }
+constexpr int64_t PIECE = 4096;  // values of a task that copies
+
+#if defined(FNET_PAIRS)
+// Makes pairs of channels: [rows, channels] to [rows, ceil(channels / 2)], for an odd number of channels.
+inline Memory<Pair> padded(Pool& pool, const bfloat16* from, int64_t rows, int64_t channels) {
+  const int64_t units = ceil_divide(channels, 2), size = std::max<int64_t>(1, PIECE / units);
+  Memory<Pair> to(rows * units);
+  parallel(pool, ceil_divide(rows, size), [&](int64_t piece) {
+    for (int64_t row = piece * size; row < std::min(rows, (piece + 1) * size); row++) {
+      Pair* pairs = to.data() + row * units;
+      std::memset(static_cast<void*>(pairs + units - 1), 0, sizeof(Pair));
+      std::memcpy(static_cast<void*>(pairs), from + row * channels, static_cast<size_t>(channels) * sizeof(bfloat16));
     }
   });
   return to;
 }
 
-#if defined(FNET_PAIRS)
 // Makes pairs of every two examples: [examples, size] to [ceil(examples / 2), size].
 inline Memory<Pair> paired(Pool& pool, const bfloat16* from, int64_t examples, int64_t size) {
-  const int64_t pairs = ceil_divide(examples, 2), pieces = ceil_divide(size, 4096);
+  const int64_t pairs = ceil_divide(examples, 2), pieces = ceil_divide(size, PIECE);
   Memory<Pair> to(pairs * size);
   parallel(pool, pairs * pieces, [&](int64_t task) {
-    const int64_t pair = task / pieces, begin = task % pieces * 4096, end = std::min(size, begin + 4096);
+    const int64_t pair = task / pieces, begin = task % pieces * PIECE, end = std::min(size, begin + PIECE);
     const bfloat16* low = from + 2 * pair * size;
     const bfloat16* high = 2 * pair + 1 < examples ? low + size : nullptr;
     Pair* units = to.data() + pair * size;
     for (int64_t i = begin; i < end; i++) units[i] = {{low[i], high == nullptr ? bfloat16{0} : high[i]}};
+  });
+  return to;
+}
+#else
+inline Memory<float> widened(Pool& pool, const bfloat16* from, int64_t count) {
+  Memory<float> to(count);
+  parallel(pool, ceil_divide(count, PIECE), [&](int64_t piece) {
+    const int64_t begin = piece * PIECE, end = std::min(count, begin + PIECE);
+    int64_t i = begin;
+    for (; i + WIDTH <= end; i += WIDTH) store(to.data() + i, load(from + i));
+    for (; i < end; i++) to[i] = widen(from[i]);
   });
   return to;
 }
@@ -869,14 +875,14 @@ inline void product(Pool& pool, const Geometry& g, const float* x, const float* 
 template <class Out>
 void product(Pool& pool, const Geometry& g, const bfloat16* x, const bfloat16* w, Out* y) {
   if (g.pixels() * g.features == 0) return;
-  const int64_t channels = g.group_channels(), rows = g.in_pixels() * g.groups;
+  const int64_t channels = g.group_channels();
 #if defined(FNET_PAIRS)
-  const int64_t units = ceil_divide(channels, 2);
-  const Memory<Pair> copy = channels % 2 == 0 ? Memory<Pair>() : converted<Pair>(pool, x, rows, channels, units);
-  const Pair* pairs = channels % 2 == 0 ? reinterpret_cast<const Pair*>(x) : copy.data();
-  Product<Pair, bfloat16, Out>(pool, g, pairs, units, w, y).run();
+  const bool even = channels % 2 == 0;
+  const Memory<Pair> copy = even ? Memory<Pair>() : padded(pool, x, g.in_pixels() * g.groups, channels);
+  const Pair* pairs = even ? reinterpret_cast<const Pair*>(x) : copy.data();
+  Product<Pair, bfloat16, Out>(pool, g, pairs, ceil_divide(channels, 2), w, y).run();
 #else
-  const Memory<float> copy = converted<float>(pool, x, rows, channels, channels);
+  const Memory<float> copy = widened(pool, x, g.in_pixels() * g.channels);
   Product<float, bfloat16, Out>(pool, g, copy.data(), channels, w, y).run();
 #endif
 }
@@ -894,8 +900,8 @@ void kernel_gradient(Pool& pool, const Geometry& g, const bfloat16* x, const bfl
   const Memory<Pair> x_pairs = paired(pool, x, g.batch, in), dy_pairs = paired(pool, dy, g.batch, out);
   KernelGradient<Pair, Out>(pool, g, ceil_divide(g.batch, 2), x_pairs.data(), dy_pairs.data(), dw).run();
 #else
-  const Memory<float> x_copy = converted<float>(pool, x, g.in_pixels() * g.channels, 1, 1);
-  const Memory<float> dy_copy = converted<float>(pool, dy, g.pixels() * g.features, 1, 1);
+  const Memory<float> x_copy = widened(pool, x, g.in_pixels() * g.channels);
+  const Memory<float> dy_copy = widened(pool, dy, g.pixels() * g.features);
   KernelGradient<float, Out>(pool, g, g.batch, x_copy.data(), dy_copy.data(), dw).run();
 #endif
 }
