@@ -300,6 +300,32 @@ def test_unplaced_tells_calls_with_shardings():
     )
 
 
+def test_comparisons_of_symbolic_sizes_are_seen():
+    (t,) = jax.export.symbolic_shape("t")
+    with _jax.symbolic_trace() as unequal:
+        answers = t == 64, t != 3.0, t == t, bool(t - 2), t == t * t, t in (7,)
+    assert answers == (False, True, True, True, False, False), MOVED.format("_DimExpr.__eq__")
+    assert set(map(str, unequal)) == {"t - 64", "t - 3", "t - 2", "- t^2 + t", "t - 7"}
+    with _jax.symbolic_trace() as unequal:
+        jax.eval_shape(lambda x: x + x, jax.ShapeDtypeStruct((t, 5), "float32"))
+    assert unequal == []
+    assert "__bool__" not in vars(type(t))
+
+
+def test_convolutions_accept_symbolic_paddings():
+    (t,) = jax.export.symbolic_shape("t")
+    kernel = jnp.ones((3, 1, 1))
+
+    def f(x):
+        return lax.conv_general_dilated(x, kernel, (2,), [(t, t + 1)]).sum()
+
+    x = jax.ShapeDtypeStruct((1, 1, t), "float32")
+    with _jax.symbolic_trace():
+        jax.eval_shape(jax.grad(f), x)  # fails if JAX no longer reads `operator.index` there
+    with pytest.raises(ValueError, match="padding"):
+        jax.eval_shape(f, x)
+
+
 def test_threefry_computes_the_bits_of_its_paper():
     """The known answer for zeros of Random123 (Salmon et al., 2011)."""
     bits = _jax.threefry_2x32(jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.uint32))

@@ -31,6 +31,7 @@ from fnet._jax._jaxprs import (
     without_unused,
 )
 from fnet._jax._rules import CustomJvp, CustomVjp, custom_vmap_rule
+from fnet._jax._symbolic import symbolic_trace
 from fnet._jax._tracing import (
     bind,
     bind_again,
@@ -83,6 +84,7 @@ __all__ = [
     "outermost",
     "prng_impl",
     "scope_entries",
+    "symbolic_trace",
     "threefry_2x32",
     "trace_state",
     "unplaced",

@@ -38,9 +38,19 @@ class Dimensions(NamedTuple):
 
 
 class Dimension(NamedTuple):
-    """Of concatenate and sort."""
+    """Of concatenate."""
 
     dimension: int
+
+
+class Sort(NamedTuple):
+    dimension: int
+    num_keys: int
+
+
+class TopK(NamedTuple):
+    k: int
+    axis: int
 
 
 class Reduction(NamedTuple):
@@ -119,6 +129,7 @@ class Gather(NamedTuple):
 class Scatter(NamedTuple):
     dimension_numbers: lax.ScatterDimensionNumbers
     update_jaxpr: Any  # None if an update replaces the element
+    mode: Any
 
 
 class Dot(NamedTuple):
@@ -131,6 +142,20 @@ class Convolution(NamedTuple):
     dimension_numbers: lax.ConvDimensionNumbers
     feature_group_count: int
     batch_group_count: int
+    window_strides: Shape
+    padding: Sequence[tuple[int, int]]
+    lhs_dilation: Shape
+    rhs_dilation: Shape
+
+
+class Draw(NamedTuple):
+    """Of random_bits and random_split."""
+
+    shape: Shape
+
+
+class Size(NamedTuple):
+    dim: Any  # an expression of symbolic sizes
 
 
 class Power(NamedTuple):
@@ -152,7 +177,11 @@ _RECORDS: dict[str, type] = {
     "reshape": Reshape,
     "transpose": Transpose,
     **dict.fromkeys(("squeeze", "expand_dims", "rev"), Dimensions),
-    **dict.fromkeys(("concatenate", "sort"), Dimension),
+    "concatenate": Dimension,
+    "sort": Sort,
+    "top_k": TopK,
+    **dict.fromkeys(("random_bits", "random_split"), Draw),
+    "dim_as_value": Size,
     **{f"reduce_{name}": Reduction for name in "sum prod max min and or xor".split()},
     **dict.fromkeys(("argmax", "argmin"), Reduction),
     **{f"cum{name}": Cumulative for name in "sum prod max min logsumexp".split()},

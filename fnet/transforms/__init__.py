@@ -28,6 +28,7 @@ from fnet.transforms._autocast._loss_scale import (
     loss_scale_state,
     scaled_value_and_grad,
 )
+from fnet.transforms._bucket._bucket import bucket
 from fnet.transforms._capture._capture import (
     SiteInfo,
     Sites,
@@ -51,6 +52,7 @@ __all__ = [
     "SiteInfo",
     "Sites",
     "autocast",
+    "bucket",
     "capture",
     "capture_cotangents",
     "checkpoint",

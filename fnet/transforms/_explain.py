@@ -117,7 +117,7 @@ class Tuning:
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
-    """Explains what autocast, tune, fold or use_implicit_arrays does in a function.
+    """Explains what autocast, tune, fold, bucket or use_implicit_arrays does in a function.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
@@ -128,17 +128,18 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     that are trained together) are run.
 
     Args:
-        f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, or a step of
+        f: the result of `autocast`, `tune`, `fold`, `bucket` or `use_implicit_arrays`, or a step of
             `search.population`, also wrapped in `jit` or `functools.partial`. Of several
             transforms, the outermost is explained.
         args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-        An `Explanation`, `Tuning`, `Folds` or `Uses` object, which `print` shows as a table.
+        An `Explanation`, `Tuning`, `Folds`, `Buckets` or `Uses` object, which `print` shows as a
+        table.
 
     Raises:
-        ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `use_implicit_arrays` or
-            `search.population`.
+        ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `bucket`,
+            `use_implicit_arrays` or `search.population`.
 
     >>> half = ft.autocast(lambda x: jnp.exp(x @ x), "bfloat16")
     >>> [(row.primitive, row.dtype) for row in ft.explain(half, jnp.ones((2, 2))).rows]

@@ -224,7 +224,7 @@ def _convolution(self, eqn, at, inputs):
     x, kernel = inputs
     if _is_view(x) or not kernel.x.whole:
         return NotImplemented
-    numbers, groups, batch_groups = options(eqn)
+    numbers, groups, batch_groups, *_ = options(eqn)
     if batch_groups != 1:
         return NotImplemented
     convolution = Convolution(

@@ -187,7 +187,11 @@ def test_every_record_names_parameters_of_its_primitive():
         lambda: [x[1:3], jax.lax.dynamic_slice(x, (i[0, 0], 0), (2, 6)), jnp.split(x, 2)],
         lambda: [jnp.pad(x, 1), x[i], x.at[i].add(1), x @ x.T, x.astype(jnp.int8), x**3],
         lambda: jax.lax.conv_general_dilated(x[None, None], x[None, None], (1, 1), "SAME"),
-        lambda: [jnp.fft.fft(x), jax.lax.iota(int, 3)],
+        lambda: [jnp.fft.fft(x), jax.lax.iota(int, 3), jax.lax.top_k(x, 2)],
+        lambda: [
+            jax.random.bits(jax.random.key(0), (3,)),
+            jnp.asarray(jax.export.symbolic_shape("t")[0]),
+        ],
         lambda: jax.grad(pooled)(x),
         lambda: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 2, x),
     ]
