@@ -26,6 +26,7 @@ from fnet import _jax, jaxpr
 from fnet._jax import Primitive
 from fnet.jaxpr import automatic
 from fnet.layers import _attend_flash as flash
+from fnet.layers import _attend_packed as packed
 from fnet.layers import _attend_xla as xla
 from fnet.layers._attend_xla import Form, Products
 from fnet.layers._explicit import like
@@ -55,12 +56,13 @@ def dot_product_attention(
     >>> dot_product_attention(q, k, v, causal=True).shape
     (2, 8, 4, 16)
 
-    A CPU processes the queries in blocks, and skips keys that `causal` or `window` hides from a
-    whole block. A GPU or TPU runs a flash attention kernel if it supports the arguments, and what
-    XLA makes of the formula if not; `transforms.explain` reports which. For the backward pass,
-    query, key, value and output are stored, and the attention weights recomputed. The stored output
-    has the name "attention", by which `jax.checkpoint_policies.save_only_these_names` can select
-    it. Forward-mode and reverse-mode derivatives of any order are supported.
+    A CPU processes the queries in blocks, and skips keys that `causal`, `window` or `segments`
+    hides from a whole block. A GPU or TPU runs a flash attention kernel if it supports the
+    arguments, and what XLA makes of the formula if not; `transforms.explain` reports which. For the
+    backward pass, query, key, value and output are stored, and the attention weights recomputed.
+    The stored output has the name "attention", by which
+    `jax.checkpoint_policies.save_only_these_names` can select it. Forward-mode and reverse-mode
+    derivatives of any order are supported.
 
     Glossary: b batch, t time of the queries, s time of the keys, h query heads (`heads` in the
     formula), g key/value heads (`groups`), d head_dim.
@@ -250,7 +252,7 @@ value."""
 
 
 def _attention(
-    blocks: list[xla.Span],
+    blocks: list[xla.Span] | None,
     products: Products,
     *args: Any,
     form: Form,
@@ -261,7 +263,10 @@ def _attention(
     count = 3 if residuals else 1
 
     def run(*args: Any) -> list:
-        out, *statistics = xla.forward(form, products, blocks, *args)
+        if blocks is None:
+            out, *statistics = packed.forward(form, products, *args)
+        else:
+            out, *statistics = xla.forward(form, products, blocks, *args)
         return [out.astype(outs[0]), *statistics][:count]
 
     statistics = like(args[0], 0, 2, 1)
@@ -283,10 +288,19 @@ def _tangent(
 
 
 def _backward(
-    blocks: list[xla.Span], products: Products, *args: Any, form: Form, compute: Any, outs: tuple
+    blocks: list[xla.Span] | None,
+    products: Products,
+    *args: Any,
+    form: Form,
+    compute: Any,
+    outs: tuple,
 ) -> list:
-    run = automatic(functools.partial(xla.backward, form, products, blocks), _cotangents(args))
-    gradients = run(*args)
+    run = (
+        functools.partial(packed.backward, form, products)
+        if blocks is None
+        else functools.partial(xla.backward, form, products, blocks)
+    )
+    gradients = automatic(run, _cotangents(args))(*args)
     return [x.astype(dtype) for x, dtype in zip(gradients, outs)]
 
 
@@ -309,12 +323,29 @@ _by_xla = functools.partial(_in_one_block, lambda compute: compute)
 _whole = functools.partial(_in_one_block, xla.widened)
 
 
-def _on_cpu(f: Callable[..., list], *args: Any, **params: Any) -> list:
+def _on_cpu(primitive: Any, f: Callable) -> Any:
+    """Returns the lowering rule for CPUs."""
+
+    def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+        form, (q, k) = params["form"], ctx.avals_in[:2]
+        # A loop over rows needs all rows on one device.
+        skips = primitive is not tangent_p and packed.suits(form, q.shape[1], k.shape[1])
+        skips = skips and _jax.kernels.partitioning(ctx) == "whole"
+        run = functools.partial(_in_blocks, skips, f, **params)
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+
+    return rule
+
+
+def _in_blocks(skips: bool, f: Callable[..., list], *args: Any, **params: Any) -> list:
+    """Evaluates an attention function on a CPU. `skips`: whether blocks without a common text are
+    skipped when the program runs."""
     # XLA:CPU supports bfloat16 products with float32 sums in two forms only. A program with another
     # form fails at run time: see transforms/_lowered.py.
     form, compute = params["form"], params["compute"]
     products = Products(compute, compute, form.precision, barred=compute == jnp.bfloat16)
-    return f(xla.spans(form, args[0].shape[1], args[1].shape[1]), products, *args, **params)
+    blocks = None if skips else xla.spans(form, args[0].shape[1], args[1].shape[1])
+    return f(blocks, products, *args, **params)
 
 
 def _by_kernel(platform: str, primitive: Any, f: Callable) -> Any:
@@ -346,6 +377,8 @@ def _explain(
     """Describes how an equation with an attention primitive is implemented on this machine."""
     platform = jax.default_backend()
     if platform == "cpu":
+        if primitive is not tangent_p and packed.suits(form, query.shape[1], key.shape[1]):
+            return "blocks of queries and keys without a common text are skipped, on one device"
         if len(xla.spans(form, query.shape[1], key.shape[1])) > 1:
             return "keys that are hidden from a whole block of queries are skipped"
         if not form.causal and form.window is None:
@@ -466,10 +499,9 @@ def _define(primitive: Any, f: Callable) -> None:
             axes=_axes if primitive is attention_p else None,
         ),
     )
-    for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
-        mlir.register_lowering(
-            primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform
-        )
+    anywhere = mlir.lower_fun(functools.partial(_by_xla, f), multiple_results=True)
+    mlir.register_lowering(primitive, anywhere)
+    mlir.register_lowering(primitive, _on_cpu(primitive, f), "cpu")
     if primitive is not tangent_p:
         for platform in ("cuda", "tpu"):
             mlir.register_lowering(primitive, _by_kernel(platform, primitive, f), platform)

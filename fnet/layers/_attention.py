@@ -55,10 +55,10 @@ class Rotary:
 
     With `scaling.by_length`, angles depend on the length of the text: `lengths`, [batch] or, for
     texts that are packed into rows, [batch, time]. `scaling` then has a second argument, the number
-    of tokens of each text [texts], and returns [texts, head_dim / 2]. An
-    `Attention` caches such keys unrotated, and rotates all of them with the angles for the current
-    length. When these change with a longer text, the cached keys and values of deeper layers are
-    not recomputed, so they still depend on the angles for the shorter one.
+    of tokens of each text [texts], and returns [texts, head_dim / 2]. An `Attention` caches such
+    keys unrotated, and rotates all of them with the angles for the current length. When these
+    change with a longer text, the cached keys and values of deeper layers are not recomputed, so
+    they still depend on the angles for the shorter one.
 
     Source: Su et al. (2021), RoFormer, eq. 34.
     """

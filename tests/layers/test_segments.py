@@ -168,6 +168,60 @@ def test_dropout_of_packed_texts():
     assert np.abs(np.asarray(a - b))[~other].max() > 0.01
 
 
+def numbers_of(kind, b=3, t=512):
+    draw = np.random.default_rng(1)
+    ids = {
+        "in order": np.sort(draw.integers(1, 9, (b, t)), 1),
+        "in reverse, then padding": np.sort(draw.integers(0, 5, (b, t)), 1)[:, ::-1],
+        "padding first": np.sort(draw.integers(0, 3, (b, t)), 1),
+        "scattered": draw.integers(0, 4, (b, t)),
+    }[kind].astype(np.int32)
+    ids[0, 300:], ids[1] = 0, 0
+    return ids
+
+
+BLOCKS = {
+    "all": ({}, "in order"),
+    "causal": ({"causal": True}, "in order"),
+    "causal, in reverse": ({"causal": True}, "in reverse, then padding"),
+    "scattered": ({"causal": True}, "scattered"),
+    "window": ({"window": 200}, "padding first"),
+    "causal window": ({"causal": True, "window": 130, "softcap": 2.0}, "in order"),
+}
+
+
+@pytest.mark.parametrize("name", sampled(BLOCKS, ["causal", "window"]))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_skipped_blocks_change_nothing(name, dtype):
+    """On a CPU, blocks without a common text are skipped. A mask takes the other way."""
+    options, kind = BLOCKS[name]
+    draw, ids = np.random.default_rng(0), numbers_of(kind)
+    q, k, v, cotangent = (
+        jnp.asarray(draw.normal(size=(*ids.shape, n, 8)), dtype) for n in (4, 2, 2, 4)
+    )
+    same = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
+
+    def both(where, *arrays):
+        attention = functools.partial(nn.dot_product_attention, **where, **options)
+        y, pull = jax.vjp(attention, *arrays)
+        return y, *pull(cotangent)
+
+    run = jax.jit(functools.partial(both, {"segments": ids}))
+    assert " while(" in run.lower(q, k, v).compile().as_text()
+    got, want = run(q, k, v), jax.jit(functools.partial(both, {"mask": same}))(q, k, v)
+    wide = lambda arrays: [x.astype(jnp.float32) for x in arrays]
+    close(wide(got), wide(want), 1e-5 if dtype == jnp.float32 else 2e-2)
+
+
+def test_what_is_skipped_is_explained():
+    q, ids = jnp.ones((1, 512, 1, 8)), jnp.ones((1, 512), jnp.int32)
+    f = lambda q, ids: nn.dot_product_attention(q, q, q, segments=ids)
+    told = str(ft.explain(ft.autocast(f, "bfloat16"), q, ids))
+    assert "blocks of queries and keys without a common text are skipped" in told
+    short = str(ft.explain(ft.autocast(f, "bfloat16"), q[:, :200], ids[:, :200]))
+    assert "skipped" not in short
+
+
 def test_vmap():
     layer = nn.Attention(2, causal=True, rotary=nn.Rotary())
     x, segments = (jnp.asarray(a) for a in packed(texts_of(4)))
