@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from fnet import export, native
 from fnet import layers as nn
@@ -25,6 +26,7 @@ def any_size(monkeypatch):
     if not native.library():
         pytest.skip(native.library().reason)
     monkeypatch.setattr(_native, "ROWS", 0)
+    monkeypatch.setattr(_native, "UNITS", 1000)
     monkeypatch.setattr(_native, "TIME", 0)
     monkeypatch.setattr(_native, "BATCH", 0)
 
@@ -220,6 +222,23 @@ def test_inside_of_other_transforms(kind):
     microbatched = ft.microbatch(jax.value_and_grad(loss(layer)), 3)
     assert len(fired(ft.tune(microbatched, "cpu"), params, x)) == 2
     close(ft.tune(microbatched, "cpu")(params, x), microbatched(params, x), 2e-6)
+
+
+def test_several_devices():
+    """XLA divides the portable loop; inside shard_map, each device calls the kernel."""
+    layer = nn.GRU(8)
+    params, x = made(layer, (8, 4, 5))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+    whole = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    grad = jax.grad(lambda p, x: jnp.square(layer(p, x)).sum())
+    tuned = ft.tune(jax.jit(grad), "cpu")
+    close(tuned(whole, x), grad(params, x), 2e-6)
+    assert "fnet_gru" not in tuned.lower(whole, x).as_text()
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    inside = ft.tune(jax.jit(mapped), "cpu")
+    close(inside(whole, x), layer(params, x), 2e-6)
+    assert "fnet_gru" in inside.lower(whole, x).as_text()
 
 
 def test_layers_in_a_loop():

@@ -19,7 +19,7 @@ import pytest
 from jax import lax
 
 import fnet
-from fnet import _jax, compress
+from fnet import _jax, compress, native
 from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.compress._formats import Format
@@ -94,7 +94,8 @@ def tuned(name: str, chip: str = "cpu") -> Callable:
             report = ft.explain(g, *args)
             option = next(r for r in RULES[chip_kind(chip)] if r.name == name).options
             used = {row.rule for row in report.rows}
-            assert name in used or (option and option.items() <= report.options.items())
+            missing = name.startswith("native") and not native.library()
+            assert name in used or missing or (option and option.items() <= report.options.items())
             return g(*args) if option else jax.jit(g)(*args)
 
         return checked
@@ -168,6 +169,12 @@ def statistics(x):
     return jnp.stack(jax.tree.leaves(f(x)[1]["1"]))
 
 
+def recurrent(x):
+    layer = nn.LSTM(5, bidirectional=True)
+    params, _ = layer.init(jax.random.key(0), x)
+    return layer(params, x, lengths=jnp.array([16, 3, 0, 9]))
+
+
 IMAGES = draw(4, 4, 4, 4)
 summed = jax.vmap(
     lambda row: lax.scan(lambda s, e: (s + e.T @ e, None), jnp.zeros((16, 16)), row)[0]
@@ -185,6 +192,8 @@ TUNE = {
     ),
     "max_pool": Form(pooled, IMAGES, tuned("max_pool")),
     "max_pool_gradient": Form(gradient(pooled), IMAGES, tuned("max_pool_gradient")),
+    "native_convolution": Form(convolution(64), draw(4, 8, 8, 64), tuned("native_convolution")),
+    "native_recurrence": Form(recurrent, draw(4, 16, 3), tuned("native_recurrence")),
     "depthwise_convolution": Form(convolution(4, 4), IMAGES, tuned("depthwise_convolution")),
     "grouped_convolution": Form(convolution(4, 2), IMAGES, tuned("grouped_convolution")),
     "small_input": Form(convolution(4), draw(4, 2, 2, 4), tuned("small_input")),
@@ -299,6 +308,19 @@ LOWERINGS = {  # by file, one for each call of `mlir.register_lowering`
     "jaxpr/_tags.py": {"tag": Form(lambda x: ft.tag(x, "x"), draw(4, 8), jax.jit)},
     "layers/_divided.py": {
         "divided": "parallel/test_misdivided.py::test_one_device_and_one_axis_get_no_constraints"
+    },
+    "layers/_recurrence.py": {"recurrence": Form(recurrent, draw(4, 7, 3), jax.jit)},
+    "native/_convolution.py": {
+        "native convolution elsewhere": "transforms/test_tune_native.py::test_an_exported_program_is_portable",
+        "native convolution on CPUs": "native/test_convolution_kernel.py::test_products_and_gradients_are_those_of_xla",
+    },
+    "native/_packed.py": {
+        "packed product elsewhere": "native/test_packed_product.py::test_an_exported_program_is_portable",
+        "packed product on CPUs": "native/test_packed_product.py::test_values",
+    },
+    "native/_recurrent.py": {
+        "native recurrence elsewhere": "native/test_recurrent_kernels.py::test_exports_are_portable",
+        "native recurrence on CPUs": "native/test_recurrent_kernels.py::test_values_and_gradients",
     },
     "layers/_tile_dot.py": {"tile_dot": Form(experts, draw(4, 3, 8), by())},
     "layers/_attend.py": {

@@ -15,6 +15,7 @@ CHANNELS = 8  # minimum channels of a group
 # Minimum rows, batch times time, and minimum time, with which a kernel multiplies a recurrent layer's weights: it first
 # copies the weights in its own order.
 ROWS, TIME = 64, 2
+UNITS = 8  # maximum units for each row
 # Minimum batch for each core, because a kernel divides the batch. With up to NARROW units, XLA's
 # products run on one core, too.
 BATCH, NARROW = 2, 128
@@ -56,9 +57,10 @@ def native_recurrence(eqn, inputs):
     form = eqn.params["form"]
     given = form.named([value.x for value in inputs])
     batch, time, _ = given["x"].shape
-    if batch * time < ROWS or time < TIME:
+    units = given["recurrent_kernel"].shape[0]
+    if batch * time < max(ROWS, units // UNITS) or time < TIME:
         return None
-    if given["recurrent_kernel"].shape[0] > NARROW and batch < BATCH * _cores():
+    if units > NARROW and batch < BATCH * _cores():
         return None
     if not native.library():
         return None
