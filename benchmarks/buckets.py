@@ -92,7 +92,11 @@ def main(arguments=None) -> None:
     print(header(f"python -m benchmarks.buckets {command}".strip(), 1, allocator="default"))
     distinct = len(set(lengths.tolist()))
     print(f"{options.requests} requests of {distinct} lengths from 1 to {options.longest}\n")
-    print("| | programs | first pass, CPU s | again, CPU s | largest difference |\n" + "|---" * 5 + "|")
+    print(
+        "| | programs | first pass, CPU s | again, CPU s | largest difference |\n"
+        + "|---" * 5
+        + "|"
+    )
     exact = None
     for name, f in peers.items():
         results, figures = measured(lambda tokens, f=f: f(params, tokens), requests)
