@@ -7,14 +7,14 @@ or divided over devices, the primitive is JAX's own operation.
 
 - `convolution`, `convolution_p`, `form`: convolutions and their gradients.
 - `packed_product`, `packed_product_p`, `suits`: products with matrices of 4 or 8 bits.
-- `recurrence`, `recurrence_p`, `supported`: recurrent layers and their gradients.
+- `recurrence`, `recurrence_p`, `recurrence_form`, `supported`: recurrent layers and their gradients.
 - `library`, `Library`, `missing`: the compiled kernels, or the reason why there are none.
 """
 
 from fnet.native._convolution import convolution, convolution_p, form
 from fnet.native._library import Library, library, missing
 from fnet.native._packed import packed_product, packed_product_p, suits
-from fnet.native._recurrent import recurrence, recurrence_p, supported
+from fnet.native._recurrent import recurrence, recurrence_form, recurrence_p, supported
 
 __all__ = [
     "Library",
@@ -26,6 +26,7 @@ __all__ = [
     "packed_product",
     "packed_product_p",
     "recurrence",
+    "recurrence_form",
     "recurrence_p",
     "suits",
     "supported",

@@ -32,10 +32,19 @@ def supported(eqn: Any) -> bool:
     """Whether there is a kernel for an equation of a recurrent layer."""
     if eqn.primitive.name not in (FORWARD, GRADIENT):
         return False
-    given = eqn.params["form"].named([v.aval for v in eqn.invars])
+    given = recurrence_form(eqn).named([v.aval for v in eqn.invars])
     dtypes = {name: kind.dtype for name, kind in given.items()}
     narrow = dtypes["x"], dtypes["kernel"], dtypes["recurrent_kernel"]
     return all(dtype in (F32, jnp.bfloat16) for dtype in narrow) and dtypes["state0"] == F32
+
+
+def recurrence_form(eqn: Any) -> Any:
+    """Returns the form of an equation of a recurrent layer, which names its operands."""
+    return _form(**eqn.params)
+
+
+def _form(*, form: Any, **_: Any) -> Any:
+    return form
 
 
 def recurrence(eqn: Any, arrays: list) -> list:
@@ -194,6 +203,10 @@ def _explain(*avals: Any, **params: Any) -> str:
     return "fnet's kernel for CPUs" if kernels else f"XLA's loop: {kernels.reason}"
 
 
+def _program(*, call_jaxpr: Any, **_: Any) -> Any:
+    return call_jaxpr
+
+
 recurrence_p.def_abstract_eval(lambda *_, call_jaxpr, **__: list(call_jaxpr.out_avals))
 ad.primitive_jvps[recurrence_p] = _jvp
 batching.primitive_batchers[recurrence_p] = _batch
@@ -203,7 +216,7 @@ jaxpr.describe(
     recurrence_p,
     jaxpr.Description(
         jaxpr.Traits("product", memory="heavy"),
-        plain=lambda eqn: eqn.params["call_jaxpr"].jaxpr,
+        plain=lambda eqn: _program(**eqn.params).jaxpr,
         explain=_explain,
     ),
 )

@@ -54,7 +54,7 @@ def native_recurrence(eqn, inputs):
     """Computes a recurrent layer, or its gradient, by a kernel in C++."""
     if not native.supported(eqn):
         return None
-    form = eqn.params["form"]
+    form = native.recurrence_form(eqn)
     given = form.named([value.x for value in inputs])
     batch, time, _ = given["x"].shape
     units = given["recurrent_kernel"].shape[0]
