@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,8 +14,9 @@ from fnet.hardware._onednn import onednn
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 WORK = 1 << 20  # minimum multiplications of a convolution for a call of a kernel
 CHANNELS = 8  # minimum channels of a group
-# Minimum rows, batch times time, and minimum time, with which a kernel multiplies a recurrent layer's weights: it first
-# copies the weights in its own order.
+PIXELS = 64  # minimum pixels of all examples for a window of several elements
+# Minimum rows, batch times time, and minimum time, with which a kernel multiplies a recurrent
+# layer's weights: it first copies the weights in its own order.
 ROWS, TIME = 64, 2
 UNITS = 8  # maximum units for each row
 # Minimum batch for each core, because a kernel divides the batch. With up to NARROW units, XLA's
@@ -33,7 +36,7 @@ def native_convolution(eqn, inputs):
     if product.dtype == BF16 and onednn():
         return None
     how = native.form(product.options, x.shape, w.shape, result.shape)
-    if how is None or not _wide(product, x, w) or not native.library():
+    if how is None or not _pays(product, how, x, w, result) or not native.library():
         return None
     space = frozenset(product.dimensions.rhs_spec[2:])
     # JAX reverses the kernel for the gradient of the input. XLA removes a reversal of a reversal.
@@ -71,10 +74,13 @@ def _cores() -> float:
     return read_cpu().cores or 1
 
 
-def _wide(product, x, w) -> bool:
-    """Whether each group has enough channels for the kernel's vectors."""
-    (features, batches), (lhs, rhs, _) = product.groups, product.dimensions
-    if max(features, batches) == 1:
-        return True
-    channels = x.shape[lhs[1] if features > 1 else lhs[0]], w.shape[rhs[0]]
-    return min(channels) // max(features, batches) >= CHANNELS
+def _pays(product, how, x, w, result) -> bool:
+    """Whether the kernel is as fast as XLA (`python -m benchmarks.native`): each group has enough
+    channels for its vectors, and a window is used for enough pixels to be worth packing."""
+    (features, batches), (lhs, rhs, out) = product.groups, product.dimensions
+    channels = x.shape[lhs[1] if batches == 1 and not how.gradient else lhs[0]], w.shape[rhs[0]]
+    if min(channels) // max(features, batches) < CHANNELS:
+        return False
+    window = math.prod(w.shape[i] for i in rhs[2:])
+    pixels = math.prod(result.shape[i] for i in (out[0], *out[2:]))
+    return how.gradient or window == 1 or pixels >= PIXELS
