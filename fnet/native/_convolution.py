@@ -76,7 +76,7 @@ def form(
     space = lambda spec: tuple(spec[2:])
     size = lambda shape, spec: math.prod(shape[i] for i in space(spec))
     more = size(rhs, w) - size(out, y)
-    if features == 1 and (more > 0 or more == 0 and x[0] == len(x) - 1):
+    if features == 1 and (more > 0 or (more == 0 and x[0] == len(x) - 1)):
         last = (x[1], *space(x), x[0]), (w[1], *space(w), w[0])
         if all(d == 1 for d in dilation):
             place = (*space(y), y[0], y[1])

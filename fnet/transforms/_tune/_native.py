@@ -77,10 +77,12 @@ def _cores() -> float:
 def _pays(product, how, x, w, result) -> bool:
     """Whether the kernel is as fast as XLA (`python -m benchmarks.native`): each group has enough
     channels for its vectors, and a window is used for enough pixels to be worth packing."""
-    (features, batches), (lhs, rhs, out) = product.groups, product.dimensions
-    channels = x.shape[lhs[1] if batches == 1 and not how.gradient else lhs[0]], w.shape[rhs[0]]
-    if min(channels) // max(features, batches) < CHANNELS:
+    groups, (lhs, rhs, out) = max(product.groups), product.dimensions
+    inputs, outputs = x.shape[lhs[0] if how.gradient else lhs[1]], w.shape[rhs[0]]
+    if outputs // groups < CHANNELS:
         return False
+    if how.gradient:  # of the first layer of a network, too
+        return groups == 1 or inputs // groups >= CHANNELS
     window = math.prod(w.shape[i] for i in rhs[2:])
     pixels = math.prod(result.shape[i] for i in (out[0], *out[2:]))
-    return how.gradient or window == 1 or pixels >= PIXELS
+    return inputs // groups >= CHANNELS and (window == 1 or pixels >= PIXELS)
