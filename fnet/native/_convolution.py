@@ -12,7 +12,6 @@ convolutions with exchanged axes, and `form` finds out which of the two operatio
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -20,16 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir
 
-from fnet import _jax, jaxpr
-from fnet._jax import Primitive
 from fnet.native._library import library
+from fnet.native._primitive import define
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 AXES = 3  # spatial axes of the kernel's arrays
-
-convolution_p = Primitive("native_convolution")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +127,10 @@ def convolution(
         compute=jnp.dtype(compute),
         out=jnp.dtype(out),
         flipped=flipped,
-    )
+    )[0]
 
 
-def _portable(x: Any, w: Any, *, options: tuple, compute: Any, out: Any, flipped: bool) -> Any:
+def _portable(x: Any, w: Any, *, options: tuple, compute: Any, out: Any, flipped: bool) -> list:
     """The same result by JAX's own operation."""
     given = dict(options)
     x, w = (lax.convert_element_type(a, compute) for a in (x, w))
@@ -144,13 +139,13 @@ def _portable(x: Any, w: Any, *, options: tuple, compute: Any, out: Any, flipped
     # XLA:CPU's bfloat16 convolutions have bfloat16 results.
     given["preferred_element_type"] = None if compute == BF16 else F32
     y = lax.conv_general_dilated_p.bind(x, w, **given)
-    return lax.convert_element_type(y, out)
+    return [lax.convert_element_type(y, out)]
 
 
 def _by_kernel(
-    shape: tuple, x: Any, w: Any, *, options: tuple, compute: Any, out: Any, flipped: bool
-) -> Any:
-    """Computes the result, which has the given shape, by the kernel."""
+    types: list, x: Any, w: Any, *, options: tuple, compute: Any, out: Any, flipped: bool
+) -> list:
+    (shape,) = (result.shape for result in types)
     given = dict(options)
     how = form(given, x.shape, w.shape, shape)
     assert how is not None
@@ -182,7 +177,7 @@ def _by_kernel(
     ).reshape(result)
     if how.flipped:
         y = lax.rev(y, tuple(range(len(how.strides))))
-    return y.transpose(np.argsort(how.orders[2]).tolist())
+    return [y.transpose(np.argsort(how.orders[2]).tolist())]
 
 
 def _widened(shape: tuple, place: int, missing: int) -> tuple:
@@ -190,63 +185,4 @@ def _widened(shape: tuple, place: int, missing: int) -> tuple:
     return (*shape[:place], *(1,) * missing, *shape[place:])
 
 
-def _lower_on_cpu(ctx: Any, *values: Any, **params: Any) -> Any:
-    whole = _jax.kernels.partitioning(ctx) == "whole" and library()
-    kernel = functools.partial(_by_kernel, ctx.avals_out[0].shape)
-    run = functools.partial(kernel if whole else _portable, **params)
-    return mlir.lower_fun(run, multiple_results=False)(ctx, *values)
-
-
-@functools.partial(jax.jit, static_argnames=("options", "compute", "out", "flipped"))
-def _eager(x: Any, w: Any, **params: Any) -> Any:
-    return convolution_p.bind(x, w, **params)
-
-
-@convolution_p.def_impl
-def _impl(x: Any, w: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):
-        return _eager(x, w, **params)
-
-
-@convolution_p.def_abstract_eval
-def _abstract(x: Any, w: Any, **params: Any) -> Any:
-    return _traced(x, w, _items(**params)).out_avals[0]
-
-
-@functools.lru_cache(1024)
-def _traced(x: Any, w: Any, params: tuple) -> Any:
-    """Returns the portable program for operands of the types `x` and `w`."""
-    return _jax.make_jaxpr(functools.partial(_portable, **dict(params)))(x, w)
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    return jax.jvp(
-        functools.partial(_portable, **params), primals, tuple(map(ad.instantiate_zeros, tangents))
-    )
-
-
-def _batch(args: Any, axes: Any, **params: Any) -> Any:
-    return jax.vmap(functools.partial(_portable, **params), in_axes=tuple(axes))(*args), 0
-
-
-def _plain(eqn: Any) -> Any:
-    return _traced(*(v.aval for v in eqn.invars), _items(**eqn.params)).jaxpr
-
-
-def _items(**params: Any) -> tuple:
-    return tuple(params.items())
-
-
-def _explain(*avals: Any, **params: Any) -> str:
-    kernels = library()
-    return "fnet's kernel for CPUs" if kernels else f"XLA's convolution: {kernels.reason}"
-
-
-ad.primitive_jvps[convolution_p] = _jvp
-batching.primitive_batchers[convolution_p] = _batch
-mlir.register_lowering(convolution_p, mlir.lower_fun(_portable, multiple_results=False))
-mlir.register_lowering(convolution_p, _lower_on_cpu, platform="cpu")
-jaxpr.describe(
-    convolution_p,
-    jaxpr.Description(jaxpr.Traits("product", memory="heavy"), plain=_plain, explain=_explain),
-)
+convolution_p = define("native_convolution", _portable, _by_kernel)

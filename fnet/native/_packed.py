@@ -6,23 +6,18 @@ the generation of a text, reading is all that takes time. The kernel decodes in 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir
 
-from fnet import _jax, jaxpr
-from fnet._jax import Primitive
 from fnet.native._library import library
+from fnet.native._primitive import define
 
 ROWS = 8  # maximum rows; for more, XLA's product of matrices is faster
 CODES = 1 << 16  # minimum codes
-
-packed_product_p = Primitive("packed_product")
 
 
 def packed_product(
@@ -46,7 +41,7 @@ def packed_product(
         table: the values of the 16 codes of 4 bits, or ().
         portable: a function of JAX's operations that computes the same. It must be hashable.
     """
-    return packed_product_p.bind(x, codes, scale, wide=wide, table=table, portable=portable)
+    return packed_product_p.bind(x, codes, scale, wide=wide, table=table, portable=portable)[0]
 
 
 def suits(x: Any, codes: Any) -> bool:
@@ -63,11 +58,13 @@ def suits(x: Any, codes: Any) -> bool:
     )
 
 
-def _portable(x: Any, codes: Any, scale: Any, *, portable: Callable, **_: Any) -> Any:
-    return portable(x, codes, scale).astype(x.dtype)
+def _portable(x: Any, codes: Any, scale: Any, *, portable: Callable, **_: Any) -> list:
+    return [portable(x, codes, scale).astype(x.dtype)]
 
 
-def _by_kernel(x: Any, codes: Any, scale: Any, *, wide: bool, table: tuple, portable: Any) -> Any:
+def _by_kernel(
+    _: list, x: Any, codes: Any, scale: Any, *, wide: bool, table: tuple, portable: Callable
+) -> list:
     rows, outputs = x.shape[:-1], codes.shape[1 if wide else 0]
     flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     call = jax.ffi.ffi_call(
@@ -76,68 +73,7 @@ def _by_kernel(x: Any, codes: Any, scale: Any, *, wide: bool, table: tuple, port
     )
     values = jnp.array(table or [0] * 16, jnp.float32)
     y = call(flat, codes, scale, values, bits=np.int64(4 if table else 8), wide=np.int64(wide))
-    return y.reshape(*rows, outputs).astype(x.dtype)
+    return [y.reshape(*rows, outputs).astype(x.dtype)]
 
 
-def _lower_on_cpu(ctx: Any, *values: Any, **params: Any) -> Any:
-    whole = _jax.kernels.partitioning(ctx) == "whole" and library()
-    run = functools.partial(_by_kernel if whole else _portable, **params)
-    return mlir.lower_fun(run, multiple_results=False)(ctx, *values)
-
-
-@functools.partial(jax.jit, static_argnames=("wide", "table", "portable"))
-def _eager(*arrays: Any, **params: Any) -> Any:
-    return packed_product_p.bind(*arrays, **params)
-
-
-@packed_product_p.def_impl
-def _impl(*arrays: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):
-        return _eager(*arrays, **params)
-
-
-@packed_product_p.def_abstract_eval
-def _abstract(*types: Any, **params: Any) -> Any:
-    return _traced(types, **params).out_avals[0]
-
-
-@functools.lru_cache(1024)
-def _traced(types: tuple, **params: Any) -> Any:
-    """Returns the portable program for operands of these types."""
-    return _jax.make_jaxpr(functools.partial(_portable, **params))(*types)
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    f = functools.partial(_portable, **params)
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-    def of(*moved: Any) -> Any:
-        arrays = list(primals)
-        for i, x in zip(moving, moved):
-            arrays[i] = x
-        return f(*arrays)
-
-    return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
-
-
-def _batch(arrays: Any, axes: Any, **params: Any) -> Any:
-    return jax.vmap(functools.partial(_portable, **params), in_axes=tuple(axes))(*arrays), 0
-
-
-def _plain(eqn: Any) -> Any:
-    return _traced(tuple(v.aval for v in eqn.invars), **eqn.params).jaxpr
-
-
-def _explain(*avals: Any, **params: Any) -> str:
-    kernels = library()
-    return "codes are decoded in registers" if kernels else f"XLA: {kernels.reason}"
-
-
-ad.primitive_jvps[packed_product_p] = _jvp
-batching.primitive_batchers[packed_product_p] = _batch
-mlir.register_lowering(packed_product_p, mlir.lower_fun(_portable, multiple_results=False))
-mlir.register_lowering(packed_product_p, _lower_on_cpu, platform="cpu")
-jaxpr.describe(
-    packed_product_p,
-    jaxpr.Description(jaxpr.Traits("product", memory="heavy"), plain=_plain, explain=_explain),
-)
+packed_product_p = define("packed_product", _portable, _by_kernel)

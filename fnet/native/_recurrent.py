@@ -8,24 +8,19 @@ computes, and one call of the kernel for the loop over time. Anywhere else it is
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import ad, batching, mlir
 
-from fnet import _jax, jaxpr
-from fnet._jax import Primitive
+from fnet import _jax
 from fnet.native._library import library
+from fnet.native._primitive import define
 
 F32 = jnp.dtype("float32")
 FORWARD, GRADIENT = "recurrence", "recurrence_gradient"
-
-recurrence_p = Primitive("native_recurrence")
-recurrence_p.multiple_results = True
 
 
 def supported(eqn: Any) -> bool:
@@ -164,59 +159,8 @@ def _summed(x: Any, y: Any) -> Any:
 _KERNELS: dict[str, Callable[..., list]] = {FORWARD: _forward, GRADIENT: _gradient}
 
 
-def _lower_on_cpu(ctx: Any, *values: Any, of: str, **params: Any) -> Any:
-    whole = _jax.kernels.partitioning(ctx) == "whole" and library()
-    run = functools.partial(_KERNELS[of] if whole else _portable, **params)
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+def _by_kernel(_: list, *operands: Any, of: str, **params: Any) -> list:
+    return _KERNELS[of](*operands, **params)
 
 
-@functools.partial(jax.jit, static_argnames="params")
-def _eager(*arrays: Any, params: tuple) -> Any:
-    return recurrence_p.bind(*arrays, **dict(params))
-
-
-@recurrence_p.def_impl
-def _impl(*arrays: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):
-        return _eager(*arrays, params=tuple(params.items()))
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-
-    def run(*moved: Any) -> list:
-        arrays = list(primals)
-        for i, x in zip(moving, moved):
-            arrays[i] = x
-        return _portable(*arrays, **params)
-
-    return jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
-
-
-def _batch(arrays: Any, axes: Any, **params: Any) -> Any:
-    results = jax.vmap(functools.partial(_portable, **params), in_axes=tuple(axes))(*arrays)
-    return results, [0] * len(results)
-
-
-def _explain(*avals: Any, **params: Any) -> str:
-    kernels = library()
-    return "fnet's kernel for CPUs" if kernels else f"XLA's loop: {kernels.reason}"
-
-
-def _program(*, call_jaxpr: Any, **_: Any) -> Any:
-    return call_jaxpr
-
-
-recurrence_p.def_abstract_eval(lambda *_, call_jaxpr, **__: list(call_jaxpr.out_avals))
-ad.primitive_jvps[recurrence_p] = _jvp
-batching.primitive_batchers[recurrence_p] = _batch
-mlir.register_lowering(recurrence_p, mlir.lower_fun(_portable, multiple_results=True))
-mlir.register_lowering(recurrence_p, _lower_on_cpu, platform="cpu")
-jaxpr.describe(
-    recurrence_p,
-    jaxpr.Description(
-        jaxpr.Traits("product", memory="heavy"),
-        plain=lambda eqn: _program(**eqn.params).jaxpr,
-        explain=_explain,
-    ),
-)
+recurrence_p = define("native_recurrence", _portable, _by_kernel)

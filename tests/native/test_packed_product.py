@@ -10,7 +10,7 @@ import pytest
 
 from fnet import compress, native
 from fnet import transforms as ft
-from fnet.native import _packed
+from fnet.native import _packed, _primitive
 from tests.checks import close, same
 
 pytestmark = pytest.mark.usefixtures("small_products")
@@ -158,7 +158,7 @@ def test_many_rows_and_other_formats_are_left_to_xla():
 
 def test_without_a_compiler(monkeypatch):
     nothing = native.Library(None, "there is no C++ compiler", "")
-    monkeypatch.setattr(_packed, "library", lambda: nothing)
+    monkeypatch.setattr(_primitive, "library", lambda: nothing)
     w, x = quantized(compress.Int4(6), True, 36, 26), normal(1, 2, 36)
     f = jax.jit(ft.use_implicit_arrays(product))
     close(f(x, w), product(x, w.materialize()))

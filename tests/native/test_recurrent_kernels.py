@@ -268,7 +268,7 @@ def test_without_a_compiler(monkeypatch):
     layer = nn.LSTM(12)
     params, x = made(layer, (3, 4, 5))
     none = native.Library(None, "there is no C++ compiler", "")
-    for module in (native, native._recurrent):
+    for module in (native, native._primitive):
         monkeypatch.setattr(module, "library", lambda: none)
     f = passes(layer)
     tuned = ft.tune(f, "cpu")

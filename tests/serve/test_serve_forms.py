@@ -288,6 +288,13 @@ def attention(x):
     )
 
 
+def packed_attention(x):
+    """Four texts in each row, so that blocks are skipped."""
+    heads = x.reshape(*x.shape[:2], 2, 8)
+    segments = jnp.broadcast_to(jnp.repeat(jnp.arange(1, 5), 128), x.shape[:2])
+    return dot_product_attention(heads, heads, heads, causal=True, segments=segments)
+
+
 def in_bfloat16(x):
     return ft.autocast(lambda x: jnp.tanh(x @ draw(8, 5)), "bfloat16")(x)
 
@@ -310,21 +317,14 @@ LOWERINGS = {  # by file, one for each call of `mlir.register_lowering`
         "divided": "parallel/test_misdivided.py::test_one_device_and_one_axis_get_no_constraints"
     },
     "layers/_recurrence.py": {"recurrence": Form(recurrent, draw(4, 7, 3), jax.jit)},
-    "native/_convolution.py": {
-        "native convolution elsewhere": "transforms/test_tune_native.py::test_an_exported_program_is_portable",
-        "native convolution on CPUs": "native/test_convolution_kernel.py::test_products_and_gradients_are_those_of_xla",
-    },
-    "native/_packed.py": {
-        "packed product elsewhere": "native/test_packed_product.py::test_an_exported_program_is_portable",
-        "packed product on CPUs": "native/test_packed_product.py::test_values",
-    },
-    "native/_recurrent.py": {
-        "native recurrence elsewhere": "native/test_recurrent_kernels.py::test_exports_are_portable",
-        "native recurrence on CPUs": "native/test_recurrent_kernels.py::test_values_and_gradients",
+    "native/_primitive.py": {
+        "portable": "transforms/test_tune_native.py::test_an_exported_program_is_portable",
+        "kernels on CPUs": "native/test_convolution_kernel.py::test_products_and_gradients_are_those_of_xla",
     },
     "layers/_tile_dot.py": {"tile_dot": Form(experts, draw(4, 3, 8), by())},
     "layers/_attend.py": {
         "attention on CPUs": Form(attention, draw(4, 64, 16), jax.jit),
+        "attention of packed texts": Form(packed_attention, draw(4, 512, 16), jax.jit),
         "attention by kernels": (
             "layers/test_attend_flash.py::test_splash_attention_in_pallas_interpreter"
         ),
