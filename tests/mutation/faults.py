@@ -28,9 +28,9 @@ FAULTS = (
     ),
     Fault(
         "_jax",
-        "dtype=jnp.int32) < lengths",
-        "dtype=jnp.int32) <= lengths",
-        "one padded key is attended to (TPU)",
+        "splash.SegmentIds(*ids)",
+        "splash.SegmentIds(*ids[::-1])",
+        "padded keys are attended to (TPU)",
     ),
     Fault(
         "jaxpr",
