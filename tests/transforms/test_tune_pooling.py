@@ -14,7 +14,13 @@ pytestmark = [
     pytest.mark.usefixtures("every_size"),
     pytest.mark.filterwarnings("ignore:tune. the compiler options"),
 ]  # tested in test_tune_calls
-ELSEWHERE = "bfloat16_products", "convolution_library"  # test_tune_bfloat16, test_tune_library
+ELSEWHERE = (
+    "bfloat16_products",  # test_tune_bfloat16
+    "convolution_library",  # test_tune_library
+    "native_convolution",  # test_tune_native
+    "native_recurrence",  # native/test_recurrent_kernels
+    "summed_products",  # test_tune_accumulated
+)
 
 
 def pooled(x, window, g):
