@@ -48,13 +48,13 @@ def suits(x: Any, codes: Any) -> bool:
     """Whether the kernel is likely to be faster than XLA, and reads these dtypes."""
     rows = x.shape[:-1]
     known = all(isinstance(n, int) for n in (*x.shape, *codes.shape))
+    per_element = {"uint8": 2, "int8": 1}.get(codes.dtype.name, 0)
     return (
         known
         and codes.ndim == 2
         and 0 < np.prod(rows, dtype=int) <= ROWS
-        and codes.size * (8 // codes.dtype.itemsize) >= CODES
+        and codes.size * per_element >= CODES
         and x.dtype in (jnp.float32, jnp.bfloat16)
-        and codes.dtype in (jnp.uint8, jnp.int8)
     )
 
 

@@ -15,7 +15,7 @@ from fnet.native._library import library
 
 
 def define(name: str, portable: Callable[..., list], kernel: Callable[..., list]) -> Any:
-    """Returns a primitive that several results have.
+    """Returns a primitive whose results are a list.
 
     The kernel is called in programs for one CPU, and on each device inside `shard_map`. A program
     that is exported, differentiated, mapped or divided over devices contains `portable` instead.

@@ -163,3 +163,12 @@ def test_without_a_compiler(monkeypatch):
     f = jax.jit(ft.use_implicit_arrays(product))
     close(f(x, w), product(x, w.materialize()))
     assert calls(f, x, w) == 0
+
+
+def test_small_matrices_are_left_to_xla(monkeypatch):
+    monkeypatch.undo()
+    x = normal(1, 256)
+    for format, outputs in ((compress.Int4(None), 256), (compress.Int8(), 256)):
+        for count, wanted in ((outputs - 1, False), (outputs, True)):
+            w = quantized(format, True, 256, count)
+            assert native.suits(x, w.codes) == wanted, (format, count)

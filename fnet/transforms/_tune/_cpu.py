@@ -130,12 +130,7 @@ def products(eqn, inputs):
 
 
 def _ready(value, x):
-    """Adds an optimization barrier to x, unless x is a function argument, a view of an argument, or
-    a broadcast scalar.
-
-    The argument `value` is an input of the equation, a `Value`. The argument x is the array
-    `value.x`, possibly with its axes in another order.
-    """
+    """Returns the array x of an input `value` after a barrier, unless it is read without computing."""
     return x if value.note is True else apart(x)
 
 
