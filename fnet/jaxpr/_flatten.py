@@ -6,7 +6,7 @@ operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -46,14 +46,15 @@ def inlined(closed: Any, *, unless: Callable[[Any], bool] | None = None) -> Any:
     return _again(_Inliner(INLINED, unless), closed)
 
 
-def flatten(closed: Any) -> Any:
+def flatten(closed: Any, *, kept: Iterable[str] = ()) -> Any:
     """Rewrites a closed jaxpr for inference, so that it contains only a small set of primitives.
 
     The primitives `scan`, `while` (with a single condition) and `cond` are kept. Calls are inlined,
     those with custom derivatives or custom batching too. Because that removes the derivatives, the
-    rewritten program should not be differentiated.
+    rewritten program should not be differentiated. The primitives whose names are in `kept` are not
+    replaced either, such as "sharding_constraint", which inference does without.
     """
-    return _again(_Flattener(CALLS), closed)
+    return _again(_Flattener(CALLS, frozenset(kept)), closed)
 
 
 def _again(interpreter: Interpreter, closed: Any) -> Any:
@@ -75,8 +76,14 @@ class _Inliner(Interpreter):
 
 
 class _Flattener(_Inliner):
+    def __init__(self, calls: frozenset[str], kept: frozenset[str]):
+        super().__init__(calls)
+        self.left = kept
+
     def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Any) -> Any:
         name, own = eqn.primitive.name, description(eqn.primitive)
+        if name in self.left:
+            return super().equation(eqn, at, inputs, plan)
         if own.plain is not None:
             return self.evaluate(own.plain(eqn), (), inputs, at)
         if own.stands_for is not None:

@@ -31,6 +31,7 @@ class Traced:
         f, own = _mutable.opened(f)
         tree, modules, self._modules = _mutable.extract(((*own, *args), kwargs))
         self.arrays, rebuild = array_leaves((tree, modules))
+        self._arguments = f, tree, modules
 
         def flat(*arrays: Any) -> list:
             tree, modules = rebuild(arrays)
@@ -50,6 +51,26 @@ class Traced:
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=f)
         self.closed = _jax.make_jaxpr(flat)(*self.arrays)
 
+    def names(self) -> tuple[list[str], list[str]]:
+        """Returns the paths of the inputs of the jaxpr, such as "params/head/kernel", which begin
+        with the name of the argument, and the paths of its outputs."""
+        f, (args, kwargs), modules = self._arguments
+        named = dict(zip(_parameters(f, len(args)), args)) | kwargs
+        # In the order of the leaves of `args`, then of `kwargs`, whose keys JAX sorts.
+        inputs = [
+            path
+            for name in (*list(named)[: len(args)], *sorted(kwargs))
+            for path, x in _paths(named[name], name)
+            if is_array(x)
+        ]
+        marked = [0 if constant is None else _Constant() for constant in self._results]
+        tree, new = jax.tree.unflatten(self._structure, marked)
+        outputs = [path for path, x in _paths(tree) if not isinstance(x, _Constant)]
+        return (
+            [*inputs, *_module_paths(modules, is_array)],
+            [*outputs, *_module_paths(new, lambda x: not isinstance(x, _Constant))],
+        )
+
     def result(self, arrays: Iterable, modules: tuple | None = None) -> Any:
         """Returns f's result, built from the outputs of the jaxpr, and updates nnx modules among
         the arguments, or `modules`, of which those are copies."""
@@ -61,6 +82,37 @@ class Traced:
         rest = iter(arrays)
         filled = [next(rest) if constant is None else constant[0] for constant in self._results]
         return jax.tree.unflatten(self._structure, filled)
+
+
+class _Constant:
+    """Marks a result that is not traced."""
+
+
+def _parameters(f: Any, count: int) -> list[str]:
+    """Returns the names of the first `count` parameters of f, as far as they are known."""
+    try:
+        known = list(inspect.signature(f).parameters.values())
+    except (TypeError, ValueError):
+        known = []
+    positional = [
+        each.name
+        for each in known
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    return [positional[i] if i < len(positional) else f"{i}" for i in range(count)]
+
+
+def _paths(tree: Any, *above: str) -> list[tuple[str, Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    inside = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    return [("/".join(filter(None, (*above, inside(path)))), x) for path, x in leaves]
+
+
+def _module_paths(modules: Any, wanted: Callable[[Any], bool]) -> list[str]:
+    if modules is None:
+        return []
+    state = jax.tree.unflatten(modules.structure, modules.arrays)
+    return [path for path, x in _paths(state, "modules") if wanted(x)]
 
 
 def _check(x: Any) -> None:
