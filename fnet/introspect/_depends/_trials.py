@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fnet.introspect._drawn import filled
+
 _HOSTILE = ("another value", "NaN", "Inf", "1e30", "-0.0")
 
 
@@ -90,17 +92,7 @@ def _numbers(outputs: Sequence) -> list[np.ndarray]:
 def _drawn(arrays: Sequence, sources: dict[int, int], rng: np.random.Generator) -> Iterator[list]:
     given = not any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays)
     for _ in range(1 if given else 2):
-        yield [_filled(x, rng) for x in arrays]
-
-
-def _filled(x: Any, rng: np.random.Generator) -> Any:
-    if not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), x.shape) if x.shape else jax.random.key(0)
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.asarray(rng.normal(size=x.shape), x.dtype)
-    return jnp.asarray(rng.integers(0, 2, x.shape), x.dtype)
+        yield [filled(x, rng) for x in arrays]
 
 
 def _changed(
