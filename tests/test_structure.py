@@ -21,7 +21,7 @@ IMPORTS = {
     "native": "_jax _util hardware jaxpr",
     "transforms": "_jax _util hardware jaxpr native",
     "parallel": "_jax _util axes cost hardware jaxpr transforms",
-    "introspect": "_jax _util axes cost hardware jaxpr layers transforms",
+    "introspect": "_jax _util axes cost hardware jaxpr layers parallel transforms",
     "compress": "_jax _util axes cost hardware jaxpr native transforms",
     "models": "_util compress jaxpr layers transforms",
     "export": "_jax _util jaxpr layers",
@@ -30,7 +30,7 @@ IMPORTS = {
     "search": "_jax _util cost jaxpr parallel training transforms",
     "federated": "_jax search training transforms",
     "report": "_util training",
-    "cli": "_util export hardware models parallel report search serve training",
+    "cli": "_util export hardware introspect models parallel report search serve training",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -326,6 +326,13 @@ def compare(subject):
 
 
 @cell
+def lock(subject):
+    first, second = (unchanged(subject, introspect.lock) for _ in range(2))
+    assert first.text == second.text and introspect.diff(first, second).same
+    assert " ~ " in first.text
+
+
+@cell
 def summary(subject):
     if subject.name.startswith("nnx"):
         found = unchanged(subject, lambda f, model, *rest: introspect.summary(model, rest[-1]))
