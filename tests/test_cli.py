@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -487,3 +488,81 @@ def test_plot_of_chips(capsys, tmp_path):
     )
     assert "FLOP per dollar" in (tmp_path / "years.svg").read_text()
     assert run(capsys, "chips", "--plot", str(tmp_path / "no" / "years.png"))[0] == 2
+
+
+STEP = """
+import jax
+import jax.numpy as jnp
+
+def init(key):
+    return {"params": {"kernel": jax.random.normal(key, (5, 3))}}
+
+def step(state, batch):
+    def loss(params):
+        with jax.named_scope("head"):
+            return jnp.square(batch @ params["kernel"] + 1e-5).mean()
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
+
+def make():
+    return step, init, jax.ShapeDtypeStruct((4, 5), jnp.float32)
+
+def broken():
+    def wrong(state, batch):
+        raise TypeError("not today")
+
+    return wrong, init, jax.ShapeDtypeStruct((4, 5), jnp.float32)
+"""
+
+
+def test_lock_and_diff(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step.py").write_text(STEP)
+    code, out, _ = run(capsys, "lock", "step.py:make")
+    assert code == 0 and out.startswith("step.lock: step: ") and " in 2 layers" in out
+    assert run(capsys, "diff", "step.lock")[:2] == (0, "nothing changed\n")
+
+    (tmp_path / "step.py").write_text(STEP.replace("1e-5", "1e-6"))
+    code, out, _ = run(capsys, "diff", "step.lock")
+    assert code == 1 and out.startswith(
+        "first change: head: `add f32[4,3] 1e-05 : f32[4,3]` is now"
+    )
+    assert run(capsys, "lock", "step.py:make", "--no-values", "-o", "new.lock")[0] == 0
+    code, out, _ = run(capsys, "diff", "step.lock", "new.lock")
+    assert code == 1 and "note: no values: they were not asked for" in out
+    assert run(capsys, "diff", "new.lock")[:2] == (
+        0,
+        out.splitlines()[-1].join(["nothing changed\n", "\n"]),
+    )
+
+    assert run(capsys, "lock", "step.py:make", "--devices=v5e:2x2", "--no-values")[0] == 0
+    assert "\nplan: 4 x TPU v5e, " in (tmp_path / "step.lock").read_text()
+    code, out, _ = run(capsys, "diff", "new.lock", "step.lock")
+    assert code == 1 and "plan: nothing, now 4 x TPU v5e" in out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["diff", "other.lock"], "No such file"),
+        (
+            ["diff", "step.py"],
+            "step.py is no lock file: its first line must begin with 'fnet lock'",
+        ),
+        (["diff", "own.lock"], "was not written by `fnet lock`, so that it names no function"),
+        (
+            ["diff", "own.lock", "step.py:broken"],
+            "step.py:broken cannot be run: TypeError: not today",
+        ),
+        (["lock", "step.py"], "expected module:function or file.py:function"),
+    ],
+)
+def test_lock_errors(capsys, tmp_path, monkeypatch, argv, message):
+    from fnet import introspect
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step.py").write_text(STEP)
+    introspect.lock(abs, 1.0 + np.zeros(3, np.float32)).save("own.lock")
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and not out and message in words(err), err

@@ -14,6 +14,8 @@ Its commands:
     fnet serve FILE         serves exported models over HTTP
     fnet report runs/digits                                 writes an HTML report of a run
     fnet plan module:function --devices v5e:16x16           selects the sharding of a training step
+    fnet lock step.py:make  writes down what a training step computes
+    fnet diff step.lock     names the first equation of the step that an upgrade of JAX, or of the code, has changed
     fnet sweep SCRIPT --space space.json --budget 30m       searches for hyperparameters
     fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    compares a training step on several chips
 """
@@ -26,13 +28,27 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fnet.cli import _bundle, _chips, _compare, _devices, _export, _plan, _report, _serve, _sweep
+from fnet.cli import (
+    _bundle,
+    _chips,
+    _compare,
+    _devices,
+    _diff,
+    _export,
+    _lock,
+    _plan,
+    _report,
+    _serve,
+    _sweep,
+)
 from fnet.cli._devices import no_device
 
 _COMMANDS = {
     "devices": _devices,
     "chips": _chips,
     "plan": _plan,
+    "lock": _lock,
+    "diff": _diff,
     "bundle": _bundle,
     "export": _export,
     "serve": _serve,
@@ -53,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command of `fnet` and returns its exit code.
 
     The exit code is 0 for success, 2 for an invalid argument, an unreadable file or a missing
-    device, and 1 for other errors. Errors are printed to standard error in one line, or as a
-    traceback with --debug.
+    device, and 1 for other errors, and for a change that `fnet diff` finds. Errors are printed to
+    standard error in one line, or as a traceback with --debug.
     """
     parser = _Parser(prog="fnet", description="fnet: neural networks as pure functions on JAX.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
