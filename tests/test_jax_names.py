@@ -287,6 +287,16 @@ def test_line_names_the_users_line():
     assert re.fullmatch(r"test_jax_names\.py:\d+ \(.*<lambda>\)", _jax.line(eqn))
 
 
+def test_public_primitives_are_found_by_name():
+    (eqn,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
+    name = _jax.public_name(eqn.primitive)
+    assert name == "sin_p"
+    namespace = {}
+    exec(_jax.PUBLIC_PRIMITIVES, namespace)
+    assert getattr(namespace["primitives"], name) is eqn.primitive
+    assert _jax.public_name(_jax.Primitive("own")) is None
+
+
 def test_unplaced_tells_calls_with_shardings():
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     plain, placed = (

@@ -22,10 +22,12 @@ from fnet._jax._hijax import (
     zero_tangent,
 )
 from fnet._jax._jaxprs import (
+    PUBLIC_PRIMITIVES,
     close,
     consts_as_inputs,
     evaluate,
     hoisted,
+    public_name,
     unplaced,
     used_inputs,
     without_unused,
@@ -54,6 +56,7 @@ from fnet._jax._tracing import (
 )
 
 __all__ = [
+    "PUBLIC_PRIMITIVES",
     "ClosedJaxpr",
     "CustomJvp",
     "CustomVjp",
@@ -83,6 +86,7 @@ __all__ = [
     "origin",
     "outermost",
     "prng_impl",
+    "public_name",
     "scope_entries",
     "symbolic_trace",
     "threefry_2x32",

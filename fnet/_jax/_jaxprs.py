@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, primitives
 
 from fnet._jax._features import private
 
@@ -70,3 +70,12 @@ def hoisted(params: dict, closed: Any, outputs: int = 0) -> tuple[dict, list]:
     last = {"out_shardings": UNSPECIFIED, "out_layouts": None}
     changes |= {name: tuple(params[name]) + (value,) * outputs for name, value in last.items()}
     return {**changes, "jaxpr": close(consts_as_inputs(closed))}, list(closed.consts)
+
+
+PUBLIC_PRIMITIVES = "from jax.extend.core import primitives"
+"""The import after which a program reads `primitives.<public_name(primitive)>`."""
+
+
+def public_name(primitive: Any) -> str | None:
+    """Returns the name of a primitive among JAX's public ones, such as "sin_p", or None."""
+    return next((name for name in dir(primitives) if getattr(primitives, name) is primitive), None)

@@ -11,6 +11,7 @@
         state, metrics = step(state, batch)
 
     print(parallel.compare(step, init, batch, ["RTX 2080 Ti", "TPU v2-8"]))      # side by side
+    print(parallel.check(step, state, batch, shardings=plan))      # equations that XLA divides wrongly
 
 The guide is docs/parallel.md.
 """
@@ -21,6 +22,8 @@ from fnet.parallel._initialize import initialize
 from fnet.parallel._ledger import Ledger, Transfer, ledger
 from fnet.parallel._plan import Candidate, Plan
 from fnet.parallel._planner import plan
+from fnet.parallel._sanitizer._check import check
+from fnet.parallel._sanitizer._results import Checked, Finding
 from fnet.parallel._sharding_rules import rules
 from fnet.parallel._side_by_side import OnChips, SideBySide, compare
 from fnet.parallel._strategies import STRATEGIES, Strategy
@@ -28,6 +31,8 @@ from fnet.parallel._strategies import STRATEGIES, Strategy
 __all__ = [
     "STRATEGIES",
     "Candidate",
+    "Checked",
+    "Finding",
     "Ledger",
     "OnChips",
     "PeersGone",
@@ -35,6 +40,7 @@ __all__ = [
     "SideBySide",
     "Strategy",
     "Transfer",
+    "check",
     "compare",
     "feed",
     "initialize",
