@@ -35,13 +35,15 @@ _LIBRARIES = tuple(
 
 
 @contextlib.contextmanager
-def symbolic_trace() -> Iterator[list]:
+def symbolic_trace(*, broadcasts: bool = True) -> Iterator[list]:
     """Collects the sizes for which JAX assumes in this context that they are not 0: it answers `t ==
     64` with False, and the list then contains `t - 64`; for `if t - 64:`, too. JAX decides all other
     comparisons, or raises an error.
 
     Comparisons with numbers other than 1 in JAX's core do not count, since its operations mean the
-    same for all sizes: they decide how a result is computed, but not what it is.
+    same for all sizes: they decide how a result is computed, but not what it is. Without
+    `broadcasts`, that holds for 1 as well, with which JAX compares the sizes of arrays that may be
+    broadcast.
 
     Inside, convolutions accept symbolic paddings, as those have that JAX creates for derivatives.
     """
@@ -51,6 +53,11 @@ def symbolic_trace() -> Iterator[list]:
     sizes: list = []
     here, busy = threading.get_ident(), False
 
+    def counts(other: Any) -> bool:
+        if other == 1 and not broadcasts:
+            return _by_user(())
+        return other in (0, 1) or _by_user()
+
     def note(size: Any, other: Any) -> None:
         nonlocal busy
         if busy or threading.get_ident() != here:
@@ -58,7 +65,7 @@ def symbolic_trace() -> Iterator[list]:
         busy = True  # what follows compares sizes, too
         try:
             key = hash(size), hash(other)
-            if key not in found and _comparable(size, other) and (other in (0, 1) or _by_user()):
+            if key not in found and _comparable(size, other) and counts(other):
                 difference = size - (other if isinstance(other, type(size)) else int(float(other)))
                 if export.is_symbolic_dim(difference):
                     found[key] = difference
@@ -94,15 +101,15 @@ def _comparable(size: Any, other: Any) -> bool:
     return isinstance(other, numbers.Real) and float(other).is_integer()
 
 
-def _by_user() -> bool:
-    """Whether the comparison is made outside of JAX's core."""
-    frame: Any = sys._getframe(3)
+def _by_user(libraries: tuple[str, ...] = _LIBRARIES) -> bool:
+    """Whether the comparison is made outside of JAX's core, or in one of its libraries."""
+    frame: Any = sys._getframe(4)
     while frame is not None and frame.f_code.co_name in _COMPARES:
         frame = frame.f_back
     if frame is None:
         return False
     file = frame.f_code.co_filename
-    return file.startswith(_LIBRARIES) or not file.startswith(_MACHINERY)
+    return file.startswith(libraries) or not file.startswith(_MACHINERY)
 
 
 class _Operator:

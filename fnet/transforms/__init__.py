@@ -42,6 +42,7 @@ from fnet.transforms._derivatives import hvp, per_example
 from fnet.transforms._explain import explain
 from fnet.transforms._fold import fold
 from fnet.transforms._implicit import use_implicit_arrays
+from fnet.transforms._invariant._invariant import invariant
 from fnet.transforms._microbatch import microbatch
 from fnet.transforms._pmap import pmap, replicate, shard, unreplicate
 from fnet.transforms._rematerialize import rematerialize
@@ -65,6 +66,7 @@ __all__ = [
     "hessian",
     "hvp",
     "intervene",
+    "invariant",
     "jacobian",
     "jit",
     "loss_scale",

@@ -117,28 +117,29 @@ class Tuning:
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
-    """Explains what autocast, tune, fold, bucket or use_implicit_arrays does in a function.
+    """Explains what autocast, tune, fold, bucket, invariant or use_implicit_arrays does.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
-    The function is traced, but not run, with two exceptions: a step tuned with `measure=True`, and
+    The function is traced, but not run, with three exceptions: a step tuned with `measure=True`, and
     one of `search.population`, may be run and timed on copies of the arguments to select the
-    fastest implementation. For a population, the explanation states how its members (the models
-    that are trained together) are run.
+    fastest implementation, and an invariant function is timed beside the function itself. For a
+    population, the explanation states how its members (the models that are trained together) are
+    run.
 
     Args:
-        f: the result of `autocast`, `tune`, `fold`, `bucket` or `use_implicit_arrays`, or a step of
-            `search.population`, also wrapped in `jit` or `functools.partial`. Of several
-            transforms, the outermost is explained.
+        f: the result of `autocast`, `tune`, `fold`, `bucket`, `invariant` or `use_implicit_arrays`,
+            or a step of `search.population`, also wrapped in `jit` or `functools.partial`. Of
+            several transforms, the outermost is explained.
         args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-        An `Explanation`, `Tuning`, `Folds`, `Buckets` or `Uses` object, which `print` shows as a
-        table.
+        An `Explanation`, `Tuning`, `Folds`, `Buckets`, `Invariance` or `Uses` object, which `print`
+        shows as a table.
 
     Raises:
-        ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `bucket`,
+        ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `bucket`, `invariant`,
             `use_implicit_arrays` or `search.population`.
 
     >>> half = ft.autocast(lambda x: jnp.exp(x @ x), "bfloat16")

@@ -82,7 +82,7 @@ class _Call:
             for each, x in zip(self._axes, self._leaves)
             if is_array(x)
         )
-        return Structure(tree), types, *(getattr(jax.config, name, None) for name in _CONFIG)
+        return Structure(tree), types, *settings()
 
     def exact(self) -> Traced:
         """The function, traced for the sizes of this call."""
@@ -113,7 +113,6 @@ def _type(x: Any, axes: Axes | None) -> tuple:
     return (x.shape if axes is None else None, str(x.dtype), getattr(x, "weak_type", False))
 
 
-# Settings on which a trace depends.
 _CONFIG = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -122,6 +121,11 @@ _CONFIG = (
     "jax_numpy_dtype_promotion",
     "jax_numpy_rank_promotion",
 )
+
+
+def settings() -> tuple:
+    """Returns the values of the settings on which a trace depends."""
+    return tuple(getattr(jax.config, name, None) for name in _CONFIG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +153,7 @@ class _Bucketed:
             outputs = _differentiable(entry.program, call.lengths, call.ranges)(arrays)
         else:
             outputs = entry.program(call.lengths, call.ranges, arrays)
-        return _closed(entry.traced.result(outputs, call.found), call.lengths)
+        return closed(entry.traced.result(outputs, call.found), call.lengths)
 
     def explained(self, *args: Any, **kwargs: Any) -> Buckets:
         call = _Call(self._f, self._placement, args, kwargs)
@@ -184,7 +188,7 @@ def _evaluated(closed: Any) -> Callable:
     return lambda *arrays: _jax.evaluate(closed, closed.consts, list(arrays))
 
 
-def _closed(result: Any, lengths: dict) -> Any:
+def closed(result: Any, lengths: dict) -> Any:
     """Returns a result with numbers in place of sizes that the function returns as they are."""
     if not any(map(_sizes.is_open, jax.tree.leaves(result))):
         return result

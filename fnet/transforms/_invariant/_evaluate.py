@@ -1,0 +1,140 @@
+"""Evaluates the equations of a program whose sizes depend on the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fnet import _jax, jaxpr
+from fnet.transforms._invariant._equation import Part
+from fnet.transforms._invariant._layout import at_size, is_open, open_axes, size
+
+_KEYED = ("random_bits", "random_split")
+
+
+class Size(NamedTuple):
+    """For how many rows equations are evaluated.
+
+    Attributes:
+        rows: the number of rows: 1, or all.
+        row: the number of the only row, or None for all.
+        total: the number of all rows.
+    """
+
+    rows: int
+    row: Any
+    total: int
+
+
+def program(body: Any, consts: Sequence, arrays: Sequence, at: Size) -> list:
+    """Evaluates an open jaxpr."""
+    env = dict(zip((*body.constvars, *body.invars), (*consts, *arrays)))
+    equations(body.eqns, env, at)
+    return [read(env, v) for v in body.outvars]
+
+
+def equations(eqns: Sequence, env: dict, at: Size, works: Any = None) -> None:
+    """Evaluates equations, whose inputs are in `env`, and adds their results to it."""
+    names = _jax.current_names()
+    for i, eqn in enumerate(eqns):
+        with _jax.equation_context(eqn, names):
+            states = None if works is None else works[i].states
+            outputs = _outputs(eqn, [read(env, v) for v in eqn.invars], at, states)
+        env.update(zip(eqn.outvars, outputs))
+
+
+def read(env: dict, v: Any) -> Any:
+    return jnp.asarray(v.val, v.aval.dtype) if isinstance(v, _jax.Literal) else env[v]
+
+
+def _outputs(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+    name = eqn.primitive.name
+    if name in _BODIES:
+        return _BODIES[name](eqn, arrays, at, states)
+    if name == "dim_as_value":
+        total = size(jaxpr.options(eqn).dim, at.total)
+        return [jnp.asarray(total, eqn.outvars[0].aval.dtype)]
+    params = {key: _closed(value, at.rows) for key, value in eqn.params.items()}
+    if at.row is not None and any(map(is_open, eqn.outvars[0].aval.shape)):
+        if name in _KEYED and not open_axes(eqn.invars[0]):
+            arrays = [jax.random.fold_in(arrays[0], at.row)]
+        if name == "iota" and is_open(eqn.outvars[0].aval.shape[jaxpr.options(eqn).dimension]):
+            shape = at_size(eqn.outvars[0].aval.shape, 1)
+            return [jnp.broadcast_to(at.row, shape).astype(eqn.outvars[0].aval.dtype)]
+    return _jax.bind(eqn.primitive, arrays, eqn.primitive.get_bind_params(params))
+
+
+def _closed(value: Any, rows: int) -> Any:
+    """Returns a parameter with numbers in place of sizes."""
+    if is_open(value):
+        return size(value, rows)
+    if type(value) in (tuple, list):
+        return type(value)(_closed(x, rows) for x in value)
+    return value
+
+
+def _scan(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+    loop = jaxpr.scan(eqn)
+    consts, carry, slices = loop.split(arrays)
+    summed = [isinstance(s, Part) and s.op == "sum" for s in (states or ())][: loop.carry]
+    start = [jnp.zeros_like(x) if add else x for x, add in zip(carry, summed or [False] * 10**6)]
+
+    def body(carried: list, each: list) -> tuple[list, list]:
+        outputs = program(loop.jaxpr, loop.closed.consts, [*consts, *carried, *each], at)
+        return outputs[: loop.carry], outputs[loop.carry :]
+
+    last, stacks = lax.scan(
+        body,
+        start,
+        slices,
+        length=size(loop.length, at.rows),
+        reverse=bool(loop.options.get("reverse")),
+    )
+    return [*last, *stacks]
+
+
+def _while(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+    test, step = jaxpr.bodies(eqn)
+    first = len(eqn.invars) - len(eqn.outvars)
+    of_test, of_step = ([arrays[i] for i in each.inputs if i < first] for each in (test, step))
+
+    def going(carry: list) -> Any:
+        return program(test.jaxpr, test.consts, [*of_test, *carry], at)[0]
+
+    def turn(carry: list) -> list:
+        return program(step.jaxpr, step.consts, [*of_step, *carry], at)
+
+    return lax.while_loop(going, turn, list(arrays[first:]))
+
+
+def _cond(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+    index, *operands = arrays
+    branches = [
+        lambda *operands, body=body: program(body.jaxpr, body.consts, operands, at)
+        for body in jaxpr.bodies(eqn)
+    ]
+    return lax.switch(index, branches, *operands)
+
+
+def _solve(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+    (solve,) = jaxpr.bodies(eqn)
+    given = [arrays[i] for i in jaxpr.solve_inputs(eqn)]
+    return program(solve.jaxpr, solve.consts, given, at)
+
+
+def _call(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+    (body,) = jaxpr.bodies(eqn)
+    return program(body.jaxpr, body.consts, arrays, at)
+
+
+_BODIES = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_linear_solve": _solve,
+    **dict.fromkeys(jaxpr.CALLS, _call),
+}
