@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,9 +40,11 @@ def program(body: Any, consts: Sequence, arrays: Sequence, at: Size) -> list:
 
 def equations(eqns: Sequence, env: dict, at: Size, works: Any = None) -> None:
     """Evaluates equations, whose inputs are in `env`, and adds their results to it."""
-    names = _jax.current_names()
+    names, here = _jax.current_names(), jax.sharding.get_abstract_mesh()
+    # The program was traced outside of the mesh.
+    mesh = jax.sharding.use_abstract_mesh if here.manual_axes else contextlib.nullcontext
     for i, eqn in enumerate(eqns):
-        with _jax.equation_context(eqn, names):
+        with _jax.equation_context(eqn, names), mesh(here):
             states = None if works is None else works[i].states
             outputs = _outputs(eqn, [read(env, v) for v in eqn.invars], at, states)
         env.update(zip(eqn.outvars, outputs))

@@ -127,7 +127,7 @@ class _Call:
         """The function, traced for any number of rows."""
         (symbol,) = jax.export.symbolic_shape(NAME)
         leaves = [
-            _type(x, (symbol, *x.shape[1:])) if mine and is_array(x) else x
+            _type(x, (symbol, *x.shape[1:]) if mine else x.shape) if is_array(x) else x
             for x, mine in zip(self._leaves, self._in_batch)
         ]
         return self._trace(leaves)
@@ -249,6 +249,7 @@ def _traced(call: _Call) -> _Entry:
 
 
 def _type(x: Any, shape: tuple) -> Any:
+    """Returns the type of an array, without the devices over which it is divided."""
     keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
     dtype = x.dtype if keys else jax.dtypes.canonicalize_dtype(x.dtype)
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=getattr(x, "weak_type", False))
