@@ -5,11 +5,11 @@ on 1, 2, 4 and 8 devices.
     python -m benchmarks.invariant mlp --rounds=3
 
 The models have random weights: a perceptron, a GPT, a CNN with BatchNorm in linen, MiniLM with a smaller
-vocabulary, and a flax.nnx module with BatchNorm, dropout and Adam. "rows" says for how many batch sizes the results of a forward
-pass are those in the batch of 32, "devices" for how many numbers of devices those of a training step are
-those on one device, "weights" for how many numbers of rows a step equals the step on 32 rows of which the
-others have weight 0; in brackets, the same without the transform. The price is the median time with the
-transform, divided by that without it, on one device.
+vocabulary, and a flax.nnx module with BatchNorm, dropout and Adam. "rows" says for how many batch sizes the
+results of a forward pass are those in the batch of 32, "devices" for how many numbers of devices those of a
+training step are those on one device, and "weights" for how many numbers of rows a step equals the step on
+32 rows of which the others have weight 0; in brackets, the same without the transform. The price is the
+median time with the transform, divided by that without it, on one device.
 """
 
 from __future__ import annotations

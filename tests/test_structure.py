@@ -19,7 +19,7 @@ IMPORTS = {
     "hardware": "_jax _util",
     "cost": "_util hardware jaxpr",
     "native": "_jax _util hardware jaxpr",
-    "transforms": "_jax _util hardware jaxpr native",
+    "transforms": "_jax _util axes hardware jaxpr native",
     "parallel": "_jax _util axes cost hardware jaxpr transforms",
     "introspect": "_jax _util axes cost hardware jaxpr layers parallel transforms",
     "compress": "_jax _util axes cost hardware jaxpr native transforms",

@@ -61,18 +61,21 @@ def _outputs(eqn: Any, arrays: list, at: Size, states: Any) -> list:
     if name == "dim_as_value":
         total = size(jaxpr.options(eqn).dim, at.total)
         return [jnp.asarray(total, eqn.outvars[0].aval.dtype)]
-    params = {key: _closed(value, at.rows) for key, value in eqn.params.items()}
     if at.row is not None and any(map(is_open, eqn.outvars[0].aval.shape)):
         if name in _KEYED and not open_axes(eqn.invars[0]):
             arrays = [jax.random.fold_in(arrays[0], at.row)]
         if name == "iota" and is_open(eqn.outvars[0].aval.shape[jaxpr.options(eqn).dimension]):
             shape = at_size(eqn.outvars[0].aval.shape, 1)
             return [jnp.broadcast_to(at.row, shape).astype(eqn.outvars[0].aval.dtype)]
-    return _jax.bind(eqn.primitive, arrays, eqn.primitive.get_bind_params(params))
+    return [value.x for value in jaxpr.bind(eqn, arrays, **_numbers(at.rows, **eqn.params))]
+
+
+def _numbers(rows: int, /, **params: Any) -> dict[str, Any]:
+    """Returns the parameters of an equation with numbers in place of sizes."""
+    return {name: _closed(value, rows) for name, value in params.items()}
 
 
 def _closed(value: Any, rows: int) -> Any:
-    """Returns a parameter with numbers in place of sizes."""
     if is_open(value):
         return size(value, rows)
     if type(value) in (tuple, list):
