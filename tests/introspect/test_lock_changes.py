@@ -238,7 +238,7 @@ PLANTED = {  # the options before and after, the layer, and what is said of it
         {},
         dict(activation=lambda x: jax.nn.gelu(x, approximate=False)),
         "blocks[0]/mlp",
-        "integer_pow",
+        "integer_pow|added `neg",
     ),
     "scale": ({}, dict(scale=0.25), "blocks[0]/attention", "mul .* 0.5 .* is now `mul .* 0.25"),
 }

@@ -29,7 +29,7 @@ class Alignment:
 
     twins: dict[int, int]
     equal: set[int]
-    colors: tuple[list[int], list[int]]
+    colors: list[list[int]]
     inputs: list[tuple[str, str]]
     outputs: list[tuple[str, str]]
 
@@ -45,7 +45,7 @@ def align(old: Program, new: Program) -> Alignment:
     )
     for i, (a, b) in enumerate(inputs):
         identity[0][old.inputs[a]] = identity[1][new.inputs[b]] = i
-    colors = palette.colors(old, identity[0]), palette.colors(new, identity[1])
+    colors = palette.colors((old, new), identity)
     match = _Match(old, new)
     for a, b in inputs:
         match.twins[old.inputs[a]] = new.inputs[b]
@@ -67,11 +67,12 @@ def _inputs(old: Program, new: Program, palette: Palette) -> list[tuple[str, str
     right = [path for path in new.inputs if path not in known]
     if not left or not right:
         return pairs
-    usage: list[dict[str, Hashable]] = []
+    identities: list[dict[int, Hashable]] = []
     for program in (old, new):
         identity: dict[int, Hashable] = dict.fromkeys(program.inputs.values(), "renamed")
-        identity |= {program.inputs[path]: path for path in known}
-        colors = palette.colors(program, identity)
+        identities.append(identity | {program.inputs[path]: path for path in known})
+    usage = []
+    for program, colors in zip((old, new), palette.colors((old, new), identities)):
         uses = palette.uses(program, colors)
         usage.append({path: (colors[n], uses[n]) for path, n in program.inputs.items()})
     types = [
@@ -91,7 +92,7 @@ def _inputs(old: Program, new: Program, palette: Palette) -> list[tuple[str, str
 
 
 def _outputs(
-    old: Program, new: Program, colors: tuple[list[int], list[int]], twins: dict[int, int]
+    old: Program, new: Program, colors: list[list[int]], twins: dict[int, int]
 ) -> list[tuple[str, str]]:
     pairs = [(path, path) for path in old.outputs if path in new.outputs]
     known = {path for path, _ in pairs}

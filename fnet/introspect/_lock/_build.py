@@ -14,7 +14,15 @@ import numpy as np
 
 from fnet import _jax, jaxpr
 from fnet.introspect._lock import _parameters
-from fnet.introspect._lock._program import Node, Operand, Program, Ref, Section, ordered
+from fnet.introspect._lock._program import (
+    COMMUTATIVE,
+    Node,
+    Operand,
+    Program,
+    Ref,
+    Section,
+    ordered,
+)
 from fnet.introspect._lock._simplify import Simplifier
 from fnet.jaxpr import Scope
 
@@ -131,7 +139,9 @@ class _Builder:
         """Adds a node, or finds the equal one: computing a value twice costs nothing after
         compilation, unless the second time is a recomputation."""
         recomputed = section.phase == "recomputed"
-        key = op, operands, options, types, section.inside, recomputed
+        unordered = op in COMMUTATIVE or op == "add_any"
+        reads = tuple(sorted(operands, key=str)) if unordered else operands
+        key = op, reads, options, types, section.inside, recomputed
         if shared and key in self.known:
             return Ref(self.known[key])
         number = len(self.nodes)

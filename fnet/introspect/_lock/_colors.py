@@ -8,7 +8,7 @@ depends neither on the names in a program nor on the order of its statements.
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from fnet.introspect._lock._program import COMMUTATIVE, Node, Operand, Program, Ref, next_value
 
@@ -24,17 +24,31 @@ class Palette:
     def __call__(self, what: Hashable) -> int:
         return self._numbers.setdefault(what, len(self._numbers))
 
-    def colors(self, program: Program, inputs: Mapping[int, Hashable]) -> list[int]:
-        """Returns the color of each node. `inputs` contains what identifies each input."""
-        carries = [i for i, node in enumerate(program.nodes) if node.op == "carry"]
-        following: dict[int, int] = {}
-        count = 0
-        for _ in range(min(len(carries), _MOST_PASSES) + 1):
-            colors = self._pass(program, inputs, following)
-            following = {i: self._color(colors, next_value(program.nodes[i])) for i in carries}
-            if len(set(colors)) == count:  # no color was divided further
+    def colors(
+        self, programs: Sequence[Program], inputs: Sequence[Mapping[int, Hashable]]
+    ) -> list[list[int]]:
+        """Returns the color of each node of each program. `inputs` contains what identifies the
+        inputs of each program.
+
+        What a loop carries depends on its next value, whose color is that of an earlier pass. All
+        programs have the same number of passes, so that their colors are comparable.
+        """
+        carries = [
+            [i for i, node in enumerate(program.nodes) if node.op == "carry"]
+            for program in programs
+        ]
+        following: list[dict[int, int]] = [{} for _ in programs]
+        counts: list[int] = []
+        for _ in range(min(max(map(len, carries)), _MOST_PASSES) + 1):
+            colors = [self._pass(*each) for each in zip(programs, inputs, following)]
+            following = [
+                {i: self._color(of, next_value(program.nodes[i])) for i in loops}
+                for program, of, loops in zip(programs, colors, carries)
+            ]
+            found = [len(set(each)) for each in colors]
+            if found == counts:  # no color was divided further
                 break
-            count = len(set(colors))
+            counts = found
         return colors
 
     def _pass(

@@ -32,7 +32,7 @@ class Lock:
 
     Attributes:
         step: the name of the step.
-        made: the versions that recorded it, such as "jax 0.12.0, fnet 0.3.0".
+        made: the versions that recorded it, and the platform, such as "jax 0.12.0, fnet 0.3.0, cpu".
         program: its equations, as a graph.
         peak: the estimated peak memory of a device in bytes, with the arguments.
         moved: the estimated bytes that the step reads from and writes to memory.
@@ -200,7 +200,7 @@ def read_lock(path: str | os.PathLike) -> Lock:
 
 
 def _versions() -> str:
-    return f"jax {jax.__version__}, fnet {fnet.__version__}"
+    return f"jax {jax.__version__}, fnet {fnet.__version__}, {jax.default_backend()}"
 
 
 def _planned(plan: parallel.Plan) -> tuple[str, ...]:
