@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from locked_steps import STEPS, lock
@@ -231,6 +231,13 @@ def test_inputs_are_drawn_and_odd_ones_allowed():
     lock = introspect.lock(f, jax.ShapeDtypeStruct((5, 2), jnp.float32), index, key, 3, "text")
     assert "input key key<fry>[]\n" in lock.text and "~" in lock.text
     assert introspect.lock(lambda x: x @ x.T, jnp.zeros((0, 4))).text.count("~") == 0
+
+
+def test_symbolic_sizes_are_refused():
+    (size,) = export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((size, 4), jnp.float32)
+    with pytest.raises(ValueError, match=r"\[0\]\['x'\] has the shape \(b, 4\); expected numbers"):
+        introspect.lock(lambda inputs: inputs["x"] * 2, {"x": x})
 
 
 def test_the_plan_of_a_step_is_recorded():

@@ -277,9 +277,9 @@ def test_a_changed_constant_and_an_input_are_named_by_their_values():
     assert {change.kind for change in changes.changes} == {"value"}
 
 
-def renamed(rename, nest=lambda state: state, unnest=lambda state: state):
+def renamed(rename, **changed):
     """The step with other names of parameters, which also changes the order of its arguments."""
-    step, (state, batch) = make()
+    step, (state, batch) = make(**changed)
     back = {new: old for old, new in rename.items()}
 
     def names(tree, table):
@@ -386,3 +386,18 @@ def test_renamed_parameters_are_a_note():
     changes = introspect.diff(plain(), introspect.lock(*_call(*renaming), values=False))
     assert {"renamed: mlp -> ffn", "renamed: k -> a_key"} < set(changes.notes)
     assert str(changes).startswith("nothing changed")
+
+
+# Fresh names, in another order.
+SHUFFLED = dict(q="z", k="y", v="x", out="w", mlp="a", norm="zz", params="weights", opt="b")
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", ["epsilon", "mask", "dtype", "recomputation", "residual"])
+def test_a_planted_change_is_named_among_renamed_parameters(name):
+    _, after, layer, words = PLANTED[name]
+    changes = introspect.diff(
+        plain(), introspect.lock(*_call(*renamed(SHUFFLED, **after)), values=False)
+    )
+    assert changes.first.layer == layer
+    assert re.search(words.partition(" .* is now")[0], str(changes.first)), str(changes.first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from fnet.introspect._lock._colors import Palette
 from fnet.introspect._lock._common import common
@@ -36,35 +36,56 @@ class Alignment:
 
 def align(old: Program, new: Program) -> Alignment:
     """Pairs first what is equal, then what has equal forms in the same order, then what has at
-    least the same operation, each where possible in the same layer."""
+    least the same operation, each where possible in the same layer.
+
+    Inputs with the same path are pairs, and then those that are used in the same way. If the
+    programs differ, that leaves some: they are paired by the nodes that read them.
+    """
     palette = Palette()
-    inputs = _inputs(old, new, palette)
+    pairs = _inputs(old, new, palette)
+    left = _without(old.inputs, (a for a, _ in pairs))
+    right = _without(new.inputs, (b for _, b in pairs))
+    if left and right:
+        match, _ = _matched(old, new, palette, pairs, "renamed")
+        pairs += _read_alike(old, new, match.twins, left, right)
+    match, colors = _matched(old, new, palette, pairs, None)
+    equal = {a for a, b in match.twins.items() if colors[0][a] == colors[1][b]}
+    outputs = _outputs(old, new, colors, match.twins)
+    return Alignment(match.twins, equal, colors, pairs, outputs)
+
+
+def _matched(
+    old: Program, new: Program, palette: Palette, pairs: list[tuple[str, str]], others: str | None
+) -> tuple[_Match, list[list[int]]]:
+    """Pairs the nodes of two programs, given pairs of inputs. Other inputs are called `others`, or
+    are all different if that is None."""
     identity: tuple[dict[int, Hashable], dict[int, Hashable]] = (
-        {number: ("old", number) for number in old.inputs.values()},
-        {number: ("new", number) for number in new.inputs.values()},
+        {number: others or ("old", number) for number in old.inputs.values()},
+        {number: others or ("new", number) for number in new.inputs.values()},
     )
-    for i, (a, b) in enumerate(inputs):
+    for i, (a, b) in enumerate(pairs):
         identity[0][old.inputs[a]] = identity[1][new.inputs[b]] = i
     colors = palette.colors((old, new), identity)
     match = _Match(old, new)
-    for a, b in inputs:
+    for a, b in pairs:
         match.twins[old.inputs[a]] = new.inputs[b]
     match.equal_colors(*colors)
-    equal = {a for a, b in match.twins.items() if colors[0][a] == colors[1][b]}
     match.by_layer()
     match.anywhere()
     match.replaced(old, new)
-    outputs = _outputs(old, new, colors, match.twins)
-    return Alignment(match.twins, equal, colors, inputs, outputs)
+    return match, colors
+
+
+def _without(paths: Iterable[str], known: Iterable[str]) -> list[str]:
+    taken = set(known)
+    return [path for path in paths if path not in taken]
 
 
 def _inputs(old: Program, new: Program, palette: Palette) -> list[tuple[str, str]]:
-    """Pairs inputs with the same path, then those that are used in the same way, then those of the
-    same type in order."""
+    """Pairs inputs with the same path, then those that are used in the same way."""
     pairs = [(path, path) for path in old.inputs if path in new.inputs]
     known = {path for path, _ in pairs}
-    left = [path for path in old.inputs if path not in known]
-    right = [path for path in new.inputs if path not in known]
+    left, right = _without(old.inputs, known), _without(new.inputs, known)
     if not left or not right:
         return pairs
     identities: list[dict[int, Hashable]] = []
@@ -75,20 +96,29 @@ def _inputs(old: Program, new: Program, palette: Palette) -> list[tuple[str, str
     for program, colors in zip((old, new), palette.colors((old, new), identities)):
         uses = palette.uses(program, colors)
         usage.append({path: (colors[n], uses[n]) for path, n in program.inputs.items()})
-    types = [
-        {path: program.nodes[n].types for path, n in program.inputs.items()}
-        for program in (old, new)
-    ]
-    ends = [
-        {path: (types[i][path], path.rpartition("/")[2]) for path in program.inputs}
-        for i, program in enumerate((old, new))
-    ]
-    for first, second in (usage, ends, types):
-        found = _pairs(left, right, first.__getitem__, second.__getitem__)
-        pairs += found
-        left = [path for path in left if path not in {a for a, _ in found}]
-        right = [path for path in right if path not in {b for _, b in found}]
-    return pairs
+    return pairs + _pairs(left, right, usage[0].__getitem__, usage[1].__getitem__)
+
+
+def _read_alike(
+    old: Program, new: Program, twins: dict[int, int], left: list[str], right: list[str]
+) -> list[tuple[str, str]]:
+    """Pairs inputs that many pairs of nodes read at the same place, and the rest by their types."""
+    first, second = (
+        {program.inputs[path]: path for path in paths}
+        for program, paths in ((old, left), (new, right))
+    )
+    votes: collections.Counter = collections.Counter()
+    for a, b in twins.items():
+        for x, y in zip(old.nodes[a].operands, new.nodes[b].operands):
+            if isinstance(x, Ref) and isinstance(y, Ref) and x.node in first and y.node in second:
+                same_type = old.nodes[x.node].types == new.nodes[y.node].types
+                votes[x.node, y.node] += 2 if same_type else 1
+    pairs = []
+    for (x, y), _ in votes.most_common():
+        if x in first and y in second:
+            pairs.append((first.pop(x), second.pop(y)))
+    types = lambda program: lambda path: program.nodes[program.inputs[path]].types
+    return pairs + _pairs(list(first.values()), list(second.values()), types(old), types(new))
 
 
 def _outputs(

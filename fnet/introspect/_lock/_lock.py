@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import fnet
 from fnet import jaxpr, parallel
@@ -119,6 +120,9 @@ def lock(
     Returns:
         A `Lock`.
 
+    Raises:
+        ValueError: an argument has a symbolic size.
+
     >>> f = lambda x: jnp.tanh(2 * x)
     >>> def g(values):
     ...     doubled = values * 2
@@ -127,6 +131,7 @@ def lock(
     True
     """
     jaxpr.check_function("lock", step)
+    _check_sizes((args, kwargs))
     traced = Traced(step, args, kwargs)
     closed = flatten(traced.closed, kept=KEPT)
     inputs, outputs = traced.names()
@@ -155,6 +160,16 @@ def lock(
         tuple(target),
         tuple(notes),
     )
+
+
+def _check_sizes(arguments: Any) -> None:
+    for path, x in jax.tree_util.tree_flatten_with_path(arguments)[0]:
+        shape = getattr(x, "shape", ())
+        if not all(isinstance(size, int | np.integer) for size in shape):
+            raise ValueError(
+                f"lock: the argument {jax.tree_util.keystr(path[1:])} has the shape {shape}; expected "
+                "numbers. Lock the step with a batch of a fixed size"
+            )
 
 
 def step_arguments(step: Callable, state: Any, batch: Any) -> tuple:
