@@ -110,7 +110,7 @@ class Form(NamedTuple):
         cell: the `Cell`.
         given: the names of its operands, in order: "x" [batch, time, features_in], "kernel",
             "recurrent_kernel", if given "bias" and "recurrent_bias", the arrays of the carry
-            "state0" and so on, and if given "valid" (booleans [time, batch, 1]).
+            "state0" and so on, and if given "valid" and "begins" (booleans [time, batch, 1]).
         reverse: whether it begins at the last time step.
         unroll: the number of time steps in one iteration of the scan.
     """
@@ -129,7 +129,15 @@ class Form(NamedTuple):
 
 
 def recurrence(
-    cell: Cell, arrays: dict, x: Any, carry: tuple, valid: Any, *, reverse: bool, unroll: int
+    cell: Cell,
+    arrays: dict,
+    x: Any,
+    carry: tuple,
+    valid: Any,
+    *,
+    begins: Any = None,
+    reverse: bool,
+    unroll: int,
 ) -> tuple[Any, tuple]:
     """Returns the outputs [batch, time, features] and the last carry of a recurrent layer.
 
@@ -139,16 +147,23 @@ def recurrence(
         x: [batch, time, features_in].
         carry: arrays [batch, features] of at least float32.
         valid: booleans [time, batch, 1], or None for all time steps.
+        begins: booleans [time, batch, 1], True where the carry is set to 0 before the step, or
+            None. With it, the layer is no primitive, but a scan that JAX differentiates.
         reverse, unroll: as in `Form`.
     """
     operands = {"x": x, **arrays}
     operands |= {f"state{i}": resharded(state, like(x, 0)) for i, state in enumerate(carry)}
     if valid is not None:
         operands["valid"] = valid
+    if begins is not None:
+        operands["begins"] = begins
     form = Form(cell, tuple(operands), reverse, unroll)
     # Inside shard_map, the carry must vary over the same mesh axes as the results of a step.
     arrays = _jax.vary_alike(*operands.values())
-    y, *after = _bind(recurrence_p, _forward, arrays, form=form, keeps=False)
+    if begins is not None:
+        y, *after = _forward(*arrays, form=form, keeps=False)
+    else:
+        y, *after = _bind(recurrence_p, _forward, arrays, form=form, keeps=False)
     return y, tuple(after)
 
 
@@ -173,7 +188,9 @@ def _forward(*operands: Any, form: Form, keeps: bool) -> list:
     projected = _projected(cell, given, x, given)
 
     def step(carry: tuple, inputs: tuple) -> tuple:
-        projected, valid = inputs
+        projected, valid, begins = inputs
+        if begins is not None:
+            carry = _where(begins, tuple(map(jnp.zeros_like, carry)), carry)
         # The kernel is cast within the step, so that its gradient is summed over time in the
         # kernel's dtype.
         recurrent = _recurrent(cell, given, carry[0].astype(x.dtype), given["recurrent_kernel"])
@@ -184,7 +201,7 @@ def _forward(*operands: Any, form: Form, keeps: bool) -> list:
             output = jnp.where(valid, output, 0)
         return after, (output, *carry, *kept) if keeps else (output,)
 
-    carry, (y, *kept) = _scan(form, step, carry, (projected, valid))
+    carry, (y, *kept) = _scan(form, step, carry, (projected, valid, given.get("begins")))
     return [y.swapaxes(0, 1), *carry, *kept]  # [batch, time, features]
 
 

@@ -8,7 +8,7 @@ import functools
 import typing
 from collections.abc import Callable
 from dataclasses import KW_ONLY
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from fnet.layers._explicit import like, resharded
 from fnet.layers._linear import affine, floating, lecun_normal, linear, wide, zeros
 from fnet.layers._recurrence import GRU_CELL, LSTM_CELL, Cell, recurrence
 from fnet.layers._scope import Scope, describe
+from fnet.layers._segments import numbered
 from fnet.layers._sizes import integers
 
 _orthogonal = initializers.orthogonal()
@@ -50,6 +51,19 @@ def open_forget_gate(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32)
     return jnp.repeat(jnp.array([0, 1, 0, 0], dtype), shape[0] // 4)
 
 
+class _Steps(NamedTuple):
+    """What is known of the time steps, as booleans [time, batch, 1].
+
+    Attributes:
+        valid: whether it belongs to a sequence, or None if all do.
+        edges: whether a sequence begins here, for those who come from the start and from the end.
+            None if each example is one sequence.
+    """
+
+    valid: jax.Array | None
+    edges: tuple[jax.Array, jax.Array] | None = None
+
+
 class _Recurrent(Layer):
     """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one matrix
     product per step. A layer with a `cell` is one operation (see `_recurrence`)."""
@@ -66,12 +80,25 @@ class _Recurrent(Layer):
     bias_init: Callable = zeros
     unroll: int = 1
 
-    def forward(self, scope: Scope, x: jax.Array, *, lengths: jax.Array | None = None) -> jax.Array:
-        return self.scan(scope, x, lengths=lengths)[0]
+    def forward(
+        self,
+        scope: Scope,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        return self.scan(scope, x, lengths=lengths, segments=segments)[0]
 
     @method
     def scan(
-        self, scope: Scope, x: jax.Array, carry: Any = None, *, lengths: jax.Array | None = None
+        self,
+        scope: Scope,
+        x: jax.Array,
+        carry: Any = None,
+        *,
+        lengths: jax.Array | None = None,
+        segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Computes the outputs and the final carry (the recurrent state), from which a later call
         can continue.
@@ -85,6 +112,8 @@ class _Recurrent(Layer):
                 zeros.
             lengths: integers [batch], the number of valid time steps in each example. Default: all
                 time steps.
+            segments: integers [batch, time], for sequences that are packed into rows, as in the
+                layer's call. Each begins with a carry of zeros, so `carry` must be None.
 
         Returns:
             `(outputs, carry)`, with the carry after the last valid time step of each example, in
@@ -97,14 +126,14 @@ class _Recurrent(Layer):
                 f"{type(self).__name__} at {scope}: expected input [batch, time, features]; got "
                 f"shape {x.shape}"
             )
-        valid = None if lengths is None else _valid(lengths, x, self, scope)
+        steps = self._steps(x, carry, lengths, segments, scope)
         carry = self._begin(carry, x, scope)
         if not self.bidirectional:
-            return self._run(scope, x, carry, valid, reverse=False)
+            return self._run(scope, x, carry, steps, reverse=False)
         one_way = _OneWay(dataclasses.replace(self, bidirectional=False))
         outputs, after = zip(
             *(
-                one_way(scope[name], x, carry[name], valid, name == "backward")
+                one_way(scope[name], x, carry[name], steps, name == "backward")
                 for name in ("forward", "backward")
             )
         )
@@ -123,6 +152,25 @@ class _Recurrent(Layer):
     def _one_carry(self, zero: Any) -> Any:
         return zero
 
+    def _steps(self, x: jax.Array, carry: Any, lengths: Any, segments: Any, scope: Scope) -> _Steps:
+        who = f"{type(self).__name__} at {scope}"
+        valid = None if lengths is None else _valid(lengths, x, who)
+        if segments is None:
+            return _Steps(valid)
+        if carry is not None:
+            raise ValueError(
+                f"{who}: segments cannot be combined with a carry: each sequence in a row begins "
+                "with zeros"
+            )
+        segments = numbered(segments, x.shape[:2], f"{who}: segments").T[..., None]
+        text = segments != 0
+        change = segments[1:] != segments[:-1]
+        edge = jnp.ones_like(text[:1])
+        return _Steps(
+            text if valid is None else text & valid,
+            (text & jnp.concatenate([edge, change]), text & jnp.concatenate([change, edge])),
+        )
+
     def _begin(self, carry: Any, x: jax.Array, scope: Scope) -> Any:
         dtype = jnp.float32 if jnp.finfo(x.dtype).bits < 32 else x.dtype
         zero = self.zero_carry(x.shape[0], dtype)
@@ -138,7 +186,7 @@ class _Recurrent(Layer):
             )
         return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), carry)
 
-    def _run(self, scope: Scope, x: jax.Array, carry: Any, valid: Any, *, reverse: bool) -> Any:
+    def _run(self, scope: Scope, x: jax.Array, carry: Any, steps: _Steps, *, reverse: bool) -> Any:
         columns = self.gates * self.features
         kernel = functools.partial(scope.param, axes=("in", "out"), roles=("in", "out"))
         arrays = {
@@ -152,7 +200,7 @@ class _Recurrent(Layer):
                 "bias", (columns,), self.bias_init, ("out",), roles=("out",)
             )
             arrays |= self._more(scope)
-        return _scan(self, arrays, x, carry, valid, reverse)
+        return _scan(self, arrays, x, carry, steps, reverse)
 
     def _more(self, scope: Scope) -> dict:
         """Returns additional parameters of one direction, which subclasses such as `GRU` define."""
@@ -164,9 +212,9 @@ class _OneWay(Layer):
 
     layer: _Recurrent
 
-    def forward(self, scope: Scope, x: jax.Array, carry: Any, valid: Any, reverse: bool) -> Any:
+    def forward(self, scope: Scope, x: jax.Array, carry: Any, steps: _Steps, reverse: bool) -> Any:
         own = Scope(scope._place, type(self.layer))  # the arrays are those of an LSTM, not of this
-        return self.layer._run(own, x, carry, valid, reverse=reverse)
+        return self.layer._run(own, x, carry, steps, reverse=reverse)
 
 
 class RNN(_Recurrent):
@@ -196,6 +244,9 @@ class RNN(_Recurrent):
         x: [b, t, i], floating point.
         lengths: integers [b], the number of valid time steps in each example. Later outputs are 0,
             and the padding has no effect on the result, even if it is NaN. Default: t.
+        segments: integers [b, t], for sequences that are packed into one row: the number of the
+            sequence of each time step, or 0 for padding (see `nn.segment_positions`). Each begins
+            with a carry of zeros, in both directions. Default: one sequence in each row.
 
     Output: [b, t, f], or [b, t, 2 f] if bidirectional (the forward outputs first). The method
     `scan` accepts and returns the carry (the recurrent state), so that a later call can continue a
@@ -296,12 +347,15 @@ class GRU(_Recurrent):
 # Jitted, so that eager calls compile once for each layer and shape. An eager scan would compile in
 # each call, because its closure is a new function each time.
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 5))
-def _scan(layer: Any, arrays: dict, x: jax.Array, carry: Any, valid: Any, reverse: bool) -> tuple:
+def _scan(
+    layer: Any, arrays: dict, x: jax.Array, carry: Any, steps: _Steps, reverse: bool
+) -> tuple:
+    valid = steps.valid
+    begins = None if steps.edges is None else steps.edges[reverse]
     if layer.cell is not None:
         states, structure = jax.tree.flatten(carry)
-        y, states = recurrence(
-            layer.cell, arrays, x, states, valid, reverse=reverse, unroll=layer.unroll
-        )
+        options = {"begins": begins, "reverse": reverse, "unroll": layer.unroll}
+        y, states = recurrence(layer.cell, arrays, x, states, valid, **options)
         return y, jax.tree.unflatten(structure, states)
 
     x = x.swapaxes(0, 1)  # [time, batch, features_in]
@@ -311,7 +365,9 @@ def _scan(layer: Any, arrays: dict, x: jax.Array, carry: Any, valid: Any, revers
     projected = (affine if bias else linear)(x, arrays["kernel"], *bias)
 
     def step(hidden: jax.Array, inputs: tuple) -> tuple:
-        projected, valid = inputs
+        projected, valid, begins = inputs
+        if begins is not None:
+            hidden = jnp.where(begins, 0, hidden)
         # The kernel is cast within the step, so that its gradient is summed over time in the
         # kernel's dtype.
         recurrent = linear(hidden.astype(x.dtype), arrays["recurrent_kernel"])
@@ -324,15 +380,16 @@ def _scan(layer: Any, arrays: dict, x: jax.Array, carry: Any, valid: Any, revers
 
     # Inside shard_map, the carry must vary over the same mesh axes as the results of a step.
     carry = resharded(carry, like(x, 1))
-    leaves, structure = jax.tree.flatten((carry, projected, valid, arrays["recurrent_kernel"]))
-    carry, projected, valid, _ = jax.tree.unflatten(structure, _jax.vary_alike(*leaves))
-    carry, outputs = lax.scan(step, carry, (projected, valid), reverse=reverse, unroll=layer.unroll)
+    inputs = projected, valid, begins
+    leaves, structure = jax.tree.flatten((carry, inputs, arrays["recurrent_kernel"]))
+    carry, inputs, _ = jax.tree.unflatten(structure, _jax.vary_alike(*leaves))
+    carry, outputs = lax.scan(step, carry, inputs, reverse=reverse, unroll=layer.unroll)
     return outputs.swapaxes(0, 1), carry  # [batch, time, features]
 
 
-def _valid(lengths: Any, x: jax.Array, layer: Layer, scope: Scope) -> jax.Array | None:
+def _valid(lengths: Any, x: jax.Array, who: str) -> jax.Array:
     """Returns a boolean array [time, batch, 1] that is True for valid steps."""
-    lengths = integers(lengths, x.shape[0], f"{type(layer).__name__} at {scope}: lengths")
+    lengths = integers(lengths, x.shape[0], f"{who}: lengths")
     # lengths.dtype may be too narrow.
     steps = lax.broadcasted_iota(jnp.int32, (x.shape[1], x.shape[0], 1), 0)
     return steps < lengths[None, :, None].astype(jnp.int32)

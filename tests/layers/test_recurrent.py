@@ -13,6 +13,7 @@ from flax import linen
 
 from fnet import jaxpr
 from fnet import layers as nn
+from fnet import transforms as ft
 
 KINDS = {"RNN": nn.RNN, "LSTM": nn.LSTM, "GRU": nn.GRU}
 BATCH, TIME, IN, FEATURES = 4, 6, 3, 5
@@ -359,3 +360,62 @@ def test_errors(call, error, text):
         ),
     ):
         two_ways.scan(params, x, jnp.zeros((4, 5)))
+
+
+PACKED = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [0, 3, 3, 0, 5, 5, 5, 5]])
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("layer", [nn.RNN, nn.LSTM, nn.GRU])
+def test_packed_sequences_are_those_of_separate_rows(layer, bidirectional):
+    with jax.enable_x64(True):
+        layer = layer(4, bidirectional=bidirectional)
+        x = np.random.default_rng(0).normal(size=(2, 8, 3))
+        params = jax.tree.map(jnp.float64, layer.init(jax.random.key(0), jnp.asarray(x))[0])
+        weight = np.random.default_rng(1).normal(size=(2, 8, 8 if bidirectional else 4))
+
+        def packed(params, x):
+            y = layer(params, x, segments=PACKED)
+            return (jnp.sin(y) * weight).sum(), y
+
+        def separate(params, x):
+            y = jnp.zeros((2, 8, weight.shape[-1]))
+            for row, number in ((0, 1), (0, 2), (1, 3), (1, 5)):
+                where = np.flatnonzero(PACKED[row] == number)
+                y = y.at[row, where].set(layer(params, x[row, where][None])[0])
+            return (jnp.sin(y) * weight).sum(), y
+
+        got, want = (
+            jax.value_and_grad(f, (0, 1), has_aux=True)(params, jnp.asarray(x))
+            for f in (packed, separate)
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), got, want)
+        hidden = jnp.asarray(np.where(PACKED[..., None] == 0, np.nan, x))
+        again = jax.value_and_grad(packed, has_aux=True)(params, hidden)
+        np.testing.assert_allclose(again[0][1], want[0][1], atol=1e-12)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), again[1], want[1][0]
+        )
+
+
+def test_packed_sequences_and_lengths_and_carries():
+    layer, x = nn.LSTM(4), jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 3)), jnp.float32)
+    params, _ = layer.init(jax.random.key(0), x)
+    cut = layer(params, x, segments=PACKED, lengths=jnp.array([5, 8]))
+    whole = layer(params, x, segments=PACKED)
+    np.testing.assert_array_equal(cut[0, 5:], 0)
+    np.testing.assert_allclose(cut[0, :5], whole[0, :5], atol=1e-6)
+    _, (hidden, _) = layer.scan(params, x, segments=PACKED)
+    np.testing.assert_allclose(hidden, jnp.stack([whole[0, 6], whole[1, 7]]), atol=1e-6)
+    with pytest.raises(ValueError, match=r"LSTM at .*segments cannot be combined with a carry"):
+        layer.scan(params, x, layer.zero_carry(2), segments=PACKED)
+    with pytest.raises(ValueError, match=r"segments must be integers \[batch, time\]"):
+        layer(params, x, segments=PACKED[:, :4])
+
+
+def test_a_training_step_on_packed_sequences_is_tuned_to_the_same_result():
+    layer, x = nn.GRU(4), jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 3)), jnp.float32)
+    params, _ = layer.init(jax.random.key(0), x)
+    step = jax.value_and_grad(lambda params: (layer(params, x, segments=PACKED) ** 2).sum())
+    got, want = ft.tune(jax.jit(step))(params), step(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
