@@ -240,11 +240,6 @@ OPERATIONS: dict[str, Operation] = {
         ],
         (f32(16, 8),),
     ),
-    "reduce from 5": Operation(lambda x: lax.reduce(x, 5.0, lax.add, (0,)), (MATRIX,)),
-    "multiply from 3": Operation(lambda x: lax.reduce(x, 3.0, lax.mul, (0,)), (MATRIX,)),
-    "max from 2": Operation(lambda x: lax.reduce(x, 2.0, lax.max, (0, 1)), (MATRIX,)),
-    "pool from 5": Operation(_pool(5.0, lax.add, 3, 1, "SAME"), (IMAGE,)),
-    "max pool from 2": Operation(_pool(2.0, lax.max, 3, 1, "SAME"), (IMAGE,)),
     "reduce two arrays": Operation(
         lambda x, y: lax.reduce(
             (x, y), (0.0, 0.0), lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])), (0,)

@@ -28,7 +28,9 @@ from jax.sharding import PartitionSpec as P
 from fnet._jax import context_mesh
 from fnet.jaxpr._equations import CONVOLUTION, Product, product
 from fnet.jaxpr._explicit import split_over, typed
+from fnet.jaxpr._records import options
 
+_COMBINING_SCATTERS = frozenset(f"scatter-{name}" for name in ("add", "sub", "mul", "min", "max"))
 VERSION = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
 
 
@@ -95,7 +97,28 @@ NEGATIVE = Row(
     "the result is split along the padded axis, and the operand is not",
     axes=1,
 )
-TABLE = (GROUPED, SPLIT_IMAGE, SPLIT_KERNEL, MAX_POOL, PADDING, NEGATIVE)
+SCATTER = Row(
+    "uneven_scatter",
+    "additions and the like at indices, as in the gradient of an embedding",
+    "an axis of the mesh does not divide the number of indices evenly, and another one is idle",
+    axes=2,
+)
+COLUMNS = Row(
+    "gather_columns",
+    "elements at indices of another axis than the first, as in `x[:, i]`",
+    "the indexed axis is split, and the result over the same mesh axis and another one",
+    axes=2,
+)
+TABLE = (
+    GROUPED,
+    SPLIT_IMAGE,
+    SPLIT_KERNEL,
+    MAX_POOL,
+    PADDING,
+    NEGATIVE,
+    SCATTER,
+    COLUMNS,
+)
 
 
 class Whole(NamedTuple):
@@ -124,7 +147,30 @@ def in_equation(eqn: Any, mesh: Any) -> Whole | None:
         return Whole((MAX_POOL,), (axes, axes), (axes,)) if axes else None
     if eqn.primitive.name == "pad":
         return _in_pad(eqn.params["padding_config"], mesh)
+    if eqn.primitive.name in _COMBINING_SCATTERS and SCATTER.applies(mesh):
+        return _in_scatter(eqn, mesh)
+    if eqn.primitive.name == "gather" and COLUMNS.applies(mesh):
+        return _in_gather(eqn)
     return None
+
+
+def _in_scatter(eqn: Any, mesh: Any) -> Whole | None:
+    _, indices, updates = (v.aval for v in eqn.invars)
+    lengths = [mesh.shape[name] for name in automatic_axes(mesh)]
+    uneven = [i for i, n in enumerate(indices.shape[:-1]) if any(n % each for each in lengths)]
+    window = options(eqn).dimension_numbers.update_window_dims
+    places = [axis for axis in range(updates.ndim) if axis not in window]
+    held = tuple(places[i] for i in uneven)
+    return Whole((SCATTER,), ((), tuple(uneven), held), ((),)) if uneven else None
+
+
+def _in_gather(eqn: Any) -> Whole | None:
+    operand, _ = (v.aval for v in eqn.invars)
+    numbers = options(eqn).dimension_numbers
+    apart = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [axis for axis in range(operand.ndim) if axis not in apart]
+    columns = tuple(axis for axis in numbers.start_index_map if kept and axis > kept[0])
+    return Whole((COLUMNS,), (columns, ()), ((),)) if columns else None
 
 
 def _in_convolution(convolution: Product, mesh: Any) -> Whole | None:

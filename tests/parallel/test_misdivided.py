@@ -493,3 +493,52 @@ def test_gradients_of_scans_over_a_split_axis(scanned, size):
     assert plan.state["params"]["x"].spec == P("tensor")
     held = [each for each in plan.avoided if each.rows == (misdivided.NEGATIVE,)]
     assert held and not any(each.nbytes for each in held)
+
+
+@pytest.mark.quick_cases("columns", "tokens")
+@pytest.mark.parametrize(
+    ("loss", "row"),
+    [
+        (lambda w, i: (w[i[:, 1:]] ** 2).sum(), misdivided.SCATTER),
+        (lambda w, i: jax.ops.segment_max(w[:15], i[0, 1:], 8).sum(), misdivided.SCATTER),
+        (lambda w, i: (w[:, i[0]] * w[:, i[1]]).sum(), misdivided.COLUMNS),
+    ],
+    ids=["tokens", "segments", "columns"],
+)
+def test_indices_in_a_planned_step(loss, row):
+    """The rows of the batch are split over `data`, and its time over another axis, by a constraint
+    of the step."""
+
+    def step(w, i):
+        place = NamedSharding(plan_mesh, P(None, "other"))
+        value, gradient = jax.value_and_grad(loss)(w, lax.with_sharding_constraint(i, place))
+        return w - gradient, {"loss": value}
+
+    plan_mesh = mesh(4, 2)
+    plan_mesh = jax.sharding.Mesh(
+        plan_mesh.devices, ("data", "other"), axis_types=plan_mesh.axis_types
+    )
+    draw = np.random.default_rng(0)
+    w = draw.integers(1, 3, (16, 512)).astype(np.float32)
+    i = draw.integers(1, 8, (8, 16)).astype(np.int32)
+    plan, (got, _) = planned(step, lambda key: jnp.asarray(w), i, mesh=plan_mesh, strategy="fsdp")
+    assert row in {each for avoided in plan.avoided for each in avoided.rows}
+    np.testing.assert_allclose(got, w - jax.jit(jax.grad(loss))(w, i), rtol=1e-5)
+
+
+def test_even_indices_are_left_to_xla():
+    """The first axis that is indexed, and numbers of indices that each mesh axis divides."""
+    each = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    table, even, uneven = (jnp.ones(shape) for shape in ((16, 4), (8, 4), (7, 4)))
+    i = jnp.zeros(8, jnp.int32)
+    whole = lambda f, *args: [
+        found
+        for eqn in jaxpr.equations(jax.make_jaxpr(f)(*args))
+        if (found := misdivided.in_equation(eqn, each))
+    ]
+    assert not whole(lambda x, i: x[i], table, i)
+    assert not whole(lambda x, i, y: x.at[i].add(y), table, i, even)
+    (found,) = whole(lambda x, i, y: x.at[i].add(y), table, i[1:], uneven)
+    assert found == ((misdivided.SCATTER,), ((), (0,), (0,)), ((),))
+    (found,) = whole(lambda x, i: x[:, i], table, i)
+    assert found == ((misdivided.COLUMNS,), ((1,), ()), ((),))
