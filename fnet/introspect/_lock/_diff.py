@@ -150,8 +150,10 @@ class _Comparison:
         self.old, self.new, self.alignment = old, new, alignment
         self.twins = alignment.twins
         self.back = {b: a for a, b in self.twins.items()}
-        firsts: dict[int, int] = {}
-        self.first = [firsts.setdefault(c, b) for b, c in enumerate(alignment.colors[1])]
+        self.common = set(alignment.colors[0]) & set(alignment.colors[1])
+        self.first: dict[int, int] = {}  # the first node of the new program of each color
+        for number, color in enumerate(alignment.colors[1]):
+            self.first.setdefault(color, number)
         self.marked: tuple[set[int], set[int]] = set(), set()  # the changed nodes of both programs
 
     def changes(self) -> list[Change]:
@@ -212,10 +214,12 @@ class _Comparison:
     def nodes(self) -> Iterator[tuple]:
         inputs = set(self.old.inputs.values()), set(self.new.inputs.values())
         for a, node in enumerate(self.old.nodes):
-            if a not in self.twins and a not in inputs[0]:
+            if a not in self.twins and a not in inputs[0] and not self.repeats(0, a):
                 yield self.change("removed", a, None, shown(self.old, node), "")
         for b, node in enumerate(self.new.nodes):
             if b in inputs[1]:
+                continue
+            if b not in self.back and self.repeats(1, b):
                 continue
             if b not in self.back:
                 yield self.change("added", None, b, "", shown(self.new, node))
@@ -234,28 +238,41 @@ class _Comparison:
                 )
                 yield self.change("equation", a, b, *texts)
 
+    def repeats(self, side: int, number: int) -> bool:
+        """Whether a node computes again what both programs compute, which a compiler merges, unless
+        it is a recomputation."""
+        colors = self.alignment.colors
+        recomputed = (self.old, self.new)[side].nodes[number].section.phase == "recomputed"
+        return not recomputed and colors[side][number] in self.common
+
     def reads_the_same(self, old: Node, new: Node) -> bool:
         """Whether a node reads the counterparts of what it read. True as well if that is an added
         or removed node, which is a change of its own."""
-        twin = lambda each: self.twins.get(each.node) if isinstance(each, Ref) else None
-        known = lambda each: each.node if each.node in self.back else None
-        seen = [self.value(each, twin(each)) for each in old.operands]
-        read = [
-            self.value(each, known(each) if isinstance(each, Ref) else None)
-            for each in new.operands
-        ]
+        seen = [self.old_value(each) for each in old.operands]
+        read = [self.new_value(each) for each in new.operands]
         if None in seen or None in read:
             return True
         if old.op in COMMUTATIVE:
             seen, read = sorted(seen, key=str), sorted(read, key=str)
         return seen == read
 
-    def value(self, operand: Operand, number: int | None) -> Operand | None:
-        """Returns an operand with the first node of the new program that has the value of the node
-        `number`, or None without one."""
+    def old_value(self, operand: Operand) -> Operand | None:
+        """Returns the first node of the new program with the value of an operand of the old one, or
+        that takes its place, or None."""
         if not isinstance(operand, Ref):
             return operand
-        return None if number is None else Ref(self.first[number], operand.output)
+        number = self.first.get(self.alignment.colors[0][operand.node])
+        if number is None and operand.node in self.twins:
+            number = self.first[self.alignment.colors[1][self.twins[operand.node]]]
+        return None if number is None else Ref(number, operand.output)
+
+    def new_value(self, operand: Operand) -> Operand | None:
+        """The same for an operand of the new program."""
+        if not isinstance(operand, Ref):
+            return operand
+        color = self.alignment.colors[1][operand.node]
+        known = operand.node in self.back or color in self.common
+        return Ref(self.first[color], operand.output) if known else None
 
     def results(self) -> Iterator[tuple]:
         old, new = self.old.outputs, self.new.outputs
@@ -264,26 +281,9 @@ class _Comparison:
         for path in sorted(set(new) - {b for _, b in self.alignment.outputs}):
             yield self.result(path, None, new[path])
         for a, b in self.alignment.outputs:
-            first, second = old[a], new[b]
-            if isinstance(first, Ref) and isinstance(second, Ref):
-                twin = self.twins.get(first.node)
-                free = twin is None or second.node not in self.back
-                if (
-                    free
-                    or (twin, first.output) == tuple(second)
-                    or self.equal_values(first, second)
-                ):
-                    continue
-            elif first == second:
-                continue
-            yield self.result(b, first, second)
-
-    def equal_values(self, a: Operand, b: Operand) -> bool:
-        """Whether an operand of the old program has the value of one of the new program."""
-        if not isinstance(a, Ref) or not isinstance(b, Ref):
-            return a == b
-        colors = self.alignment.colors
-        return colors[0][a.node] == colors[1][b.node] and a.output == b.output
+            was, now = self.old_value(old[a]), self.new_value(new[b])
+            if None not in (was, now) and was != now:
+                yield self.result(b, old[a], new[b])
 
     def result(self, path: str, was: Operand | None, now: Operand | None) -> tuple:
         texts = [
