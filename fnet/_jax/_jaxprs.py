@@ -3,6 +3,7 @@ a jaxpr."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, primitives
@@ -34,6 +35,19 @@ def _without_constants(jaxpr: Any) -> Any:
             arg_names=("",) * (len(invars) - len(info.arg_names)) + tuple(info.arg_names)
         )
     return Jaxpr((), invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, info, jaxpr.is_high)
+
+
+def jaxpr_of(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any) -> Any:
+    """Returns the open jaxpr of some equations. `like` is the `debug_info` of the jaxpr from which
+    they come."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    info = like._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    return Jaxpr((), list(invars), list(outvars), list(eqns), effects, info)
+
+
+def is_dropped(v: Any) -> bool:
+    """Whether a variable stands for an output of an equation that nothing reads."""
+    return type(v).__name__ == "DropVar"
 
 
 def evaluate(closed: Any, consts: list, inputs: list) -> list:

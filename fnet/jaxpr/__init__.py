@@ -59,7 +59,7 @@ from fnet.jaxpr._equations import (
     value_name,
 )
 from fnet.jaxpr._explicit import automatic, explicit, split_over, typed, without_shardings
-from fnet.jaxpr._flatten import flatten, inlined
+from fnet.jaxpr._flatten import flatten, inlined, opened_calls
 from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._implicit import (
     Convolution,
@@ -171,6 +171,7 @@ __all__ = [
     "opaque",
     "opaque_operations",
     "opened",
+    "opened_calls",
     "operation",
     "options",
     "overwritten",

@@ -20,6 +20,7 @@ from fnet.jaxpr._primitives import description
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._rows import ends_by_rows, while_of_rows
 from fnet.jaxpr._scopes import Scope
+from fnet.jaxpr._tags import is_tag
 from fnet.jaxpr._values import Value
 
 _SAME = (
@@ -44,6 +45,13 @@ def inlined(closed: Any, *, unless: Callable[[Any], bool] | None = None) -> Any:
     function `unless` returns True for the equation of the call. Arrays in the closures of the
     inlined calls become constants."""
     return _again(_Inliner(INLINED, unless), closed)
+
+
+def opened_calls(closed: Any) -> Any:
+    """Returns the closed jaxpr with all calls inlined, also those with custom derivatives, and with
+    fnet's own primitives and names of values replaced by JAX's. Other equations stay as they are.
+    The program should not be differentiated afterwards."""
+    return _again(_Opener(CALLS), closed)
 
 
 def flatten(closed: Any, *, kept: Iterable[str] = ()) -> Any:
@@ -75,15 +83,9 @@ class _Inliner(Interpreter):
         return NotImplemented
 
 
-class _Flattener(_Inliner):
-    def __init__(self, calls: frozenset[str], kept: frozenset[str]):
-        super().__init__(calls)
-        self.left = kept
-
+class _Opener(_Inliner):
     def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Any) -> Any:
-        name, own = eqn.primitive.name, description(eqn.primitive)
-        if name in self.left:
-            return super().equation(eqn, at, inputs, plan)
+        own = description(eqn.primitive)
         if own.plain is not None:
             return self.evaluate(own.plain(eqn), (), inputs, at)
         if own.stands_for is not None:
@@ -94,6 +96,20 @@ class _Flattener(_Inliner):
             return [Value(wide.astype(eqn.outvars[0].aval.dtype))]
         if (form := _jax.expanded(eqn)) is not None:  # jnp.searchsorted since jax 0.11
             return self.evaluate(form.jaxpr, form.consts, inputs, at)
+        if is_tag(eqn):
+            return inputs
+        return super().equation(eqn, at, inputs, plan)
+
+
+class _Flattener(_Opener):
+    def __init__(self, calls: frozenset[str], kept: frozenset[str]):
+        super().__init__(calls)
+        self.left = kept
+
+    def equation(self, eqn: Any, at: Scope, inputs: list[Value], plan: Any) -> Any:
+        name = eqn.primitive.name
+        if name in self.left:
+            return _Inliner.equation(self, eqn, at, inputs, plan)
         if name == "while" and ends_by_rows(eqn):
             return while_of_rows(self, eqn, at, inputs)
         if name in _SAME:
