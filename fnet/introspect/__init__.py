@@ -9,6 +9,7 @@
 - `lock`, `diff`: a file that says what a step computes, and the first equation that a later version
   of JAX, or of the code, changes.
 - `depends`: which positions of the results depend on which positions of the arguments, proved.
+- `reduce`: a program that fails, reduced to a short script without fnet that fails, too.
 """
 
 from fnet.introspect._compare import Comparison, Difference, compare
@@ -18,6 +19,7 @@ from fnet.introspect._graph._graph import Graph, graph
 from fnet.introspect._lock._diff import Change, Changes, diff
 from fnet.introspect._lock._lock import Lock, lock, read_lock
 from fnet.introspect._profile import Profile, TimedRow, profile
+from fnet.introspect._reduce._reduce import Reduced, reduce
 from fnet.introspect._statistics import Statistic, Statistics, statistics
 from fnet.introspect._summary import Row, Summary, summary
 
@@ -32,6 +34,7 @@ __all__ = [
     "Lock",
     "NotProved",
     "Profile",
+    "Reduced",
     "Row",
     "Slope",
     "Statistic",
@@ -47,6 +50,7 @@ __all__ = [
     "lock",
     "profile",
     "read_lock",
+    "reduce",
     "statistics",
     "summary",
 ]

@@ -7,6 +7,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from fnet import transforms as ft
 from fnet._util._nearest import nearest_to_pattern
 from fnet._util._text_table import aligned
+from fnet.introspect._reduce._reduce import Reduced, reduce
 from fnet.jaxpr import check_function, pack
 
 _SAME = 1e-3  # sites with different names form a pair if their error is smaller than this
@@ -68,6 +70,45 @@ class Comparison:
 
     rows: tuple[Difference, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
+    _program: tuple[Callable, tuple] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
+
+    def reduce(
+        self, failing: str | Callable, folder: str | Path = "out", **options: Any
+    ) -> Reduced:
+        """Reduces the first program to a short script, from the first difference on: of its
+        results, only the value in which it first differs is looked at.
+
+            print(introspect.compare(f, g, *args).reduce("differs from float64"))
+
+        Args:
+            failing, folder, options: as for `introspect.reduce`.
+
+        Returns:
+            A `Reduced`.
+
+        Raises:
+            ValueError: the programs do not differ, or that value does not fail.
+
+        >>> import tempfile
+        >>> f = lambda x: jnp.sin(ft.tag(jnp.sqrt(x - 3), "root"))
+        >>> compared = introspect.compare(f, lambda x: jnp.sin(ft.tag(x, "root")), jnp.ones(2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     compared.reduce("not finite", folder).operations
+        ('sqrt',)
+        """
+        if self.first is None or self._program is None:
+            raise ValueError("Comparison.reduce: the two programs do not differ")
+        f, args = self._program
+        name = re.sub(r" \[\d+\]$", "", self.first.name)
+        names = {name, re.sub(r"\[\d+\]", "[:]", name)}
+        known = [site.name for site in ft.sites(f)(*args)]
+        chosen = [re.escape(each) for each in known if each in names]
+        if not chosen:  # the result
+            return reduce(f, args, failing, folder, **options)
+        value = lambda *args: ft.capture(f, chosen)(*args)[1]
+        return reduce(value, args, failing, folder, **options)
 
     @property
     def first(self) -> Difference | None:
@@ -160,7 +201,7 @@ def compare(
     only = tuple(
         tuple(name for name in run.values if name not in seen) for run, seen in zip(runs, matched)
     )
-    return Comparison(tuple(rows), only)
+    return Comparison(tuple(rows), only, (f, args))
 
 
 class _Run:
