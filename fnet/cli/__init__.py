@@ -17,6 +17,7 @@ Its commands:
     fnet lock step.py:make  writes down what a training step computes
     fnet diff step.lock     names the first equation of the step that an upgrade of JAX, or of the code, has changed
     fnet sweep SCRIPT --space space.json --budget 30m       searches for hyperparameters
+    fnet reduce runs/digits                                 reduces the step at which a run failed to a short script
     fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    compares a training step on several chips
 """
 
@@ -37,6 +38,7 @@ from fnet.cli import (
     _export,
     _lock,
     _plan,
+    _reduce,
     _report,
     _serve,
     _sweep,
@@ -54,6 +56,7 @@ _COMMANDS = {
     "serve": _serve,
     "compare": _compare,
     "report": _report,
+    "reduce": _reduce,
     "sweep": _sweep,
 }
 

@@ -54,7 +54,7 @@ def spelled(eqn: Any, operands: Sequence[str]) -> list[str]:
     if hasattr(lax, public):
         found += _called(f"lax.{public}", operands, eqn.params)
     try:
-        found.append(_bound(eqn, operands))
+        found.append(_bound(eqn.primitive, operands, eqn.params))
     except Unwritable:
         pass
     return found
@@ -76,14 +76,14 @@ def _called(function: str, operands: Sequence[str], params: dict) -> list[str]:
         return []
 
 
-def _bound(eqn: Any, operands: Sequence[str]) -> str:
-    arguments = ", ".join([*operands, *(f"{k}={text(v)}" for k, v in eqn.params.items())])
-    known = eqn.primitive.name.replace("-", "_") + "_p"
+def _bound(primitive: Any, operands: Sequence[str], params: dict) -> str:
+    arguments = ", ".join([*operands, *(f"{k}={text(v)}" for k, v in params.items())])
+    known = primitive.name.replace("-", "_") + "_p"
     if hasattr(lax, known):
         return f"lax.{known}.bind({arguments})"
-    public = _jax.public_name(eqn.primitive)
+    public = _jax.public_name(primitive)
     if public is None:
-        raise Unwritable(f"{eqn.primitive.name} is not public")
+        raise Unwritable(f"{primitive.name} is not public")
     return f"primitives.{public}.bind({arguments})"
 
 

@@ -21,7 +21,7 @@ from fnet.training._direction import direction
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._storage import StorePath, location, write_whole
 from fnet.training.checkpoints._workdir import CHECKPOINTS, PLAN, remove_logs
-from fnet.training.loop import _devices, _profiling
+from fnet.training.loop import _devices, _profiling, _reducing
 from fnet.training.loop._callbacks import StepEnd
 from fnet.training.loop._compilation_cache import compilation_cache
 from fnet.training.loop._early_stop import EarlyStop
@@ -202,6 +202,7 @@ def fit(
         )
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite='{nonfinite}': use {', '.join(NONFINITE)}")
+    reducing = _reducing.requested(workdir)
     configured = as_dict(config)
     notes = as_dict({} if notes is None else notes, "notes")
     if profile_steps is not None:
@@ -242,7 +243,7 @@ def fit(
             early_stop=early_stop,
             on_step=tuple(map(carried.on_step, on_step)),
             nonfinite=nonfinite,
-            debug=debug,
+            debug=debug or reducing is not None,
             tune=tune,
             notes=notes,
             collects=collects,
@@ -258,6 +259,9 @@ def fit(
             plan=plan,
         )
         run, reports = loop.run, loop.reports
+        if reducing is not None:
+            run.restore()
+            _reducing.reduce(reducing, loop.recovery)
         if checkpoints is not None:
             stack.enter_context(checkpoints)
             begun_with = {"config": configured, "steps": steps, **_identities(loop, step, batches)}

@@ -13,7 +13,7 @@ import numpy as np
 from fnet.parallel import Plan
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.data._iterators import GUARANTEES
-from fnet.training.loop import _contract, _memory
+from fnet.training.loop import _contract, _memory, _reducing
 from fnet.training.loop._callbacks import StepEnd
 from fnet.training.loop._ending import Ending, Interrupted, PeerLost
 from fnet.training.loop._feed import Feed
@@ -287,6 +287,9 @@ class Loop:
         during = f"the step, near step {self.run.at},"
         if self.reports.clock.compiled is None:
             during = "the first step"
+        command = ""
+        if self.busy is None:
+            command = _reducing.advice(self.run, self.run.at + 1, _memory.failing(self.run.state))
         return _memory.error(
             error,
             self.busy or during,
@@ -295,6 +298,7 @@ class Loop:
             state=self.run.state,
             batch=self.recompilations.batch.shapes(),
             plan=self.spread.plan,
+            command=command,
         )
 
     def _peer_lost(self, error: BaseException) -> PeerLost:

@@ -51,6 +51,7 @@ def error(
     state: Any,
     batch: Any,
     plan: Plan | None,
+    command: str = "",
 ) -> OutOfMemory:
     """Returns an `OutOfMemory` error. XLA's own error does not name the arrays that use the memory.
 
@@ -61,6 +62,7 @@ def error(
       step: the user's step.
       state: the state of the run, whose arrays may have been donated.
       batch: a tree with the shapes and dtypes of the last batch.
+      command: a last line of the message.
     """
     lines = [f"{during} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
@@ -92,7 +94,16 @@ def error(
         if evaluating
         else "Use a smaller batch, ft.microbatch, ft.rematerialize, or more devices (parallel.plan)"
     )
-    return OutOfMemory("\n".join(lines))
+    return OutOfMemory("\n".join([*lines, command] if command else lines))
+
+
+def failing(state: Any) -> str:
+    """Returns the predicate of `introspect.reduce` for a step that needs too much memory: half of
+    that of the device, or 1 GB if that is not known."""
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    device = next(iter(arrays[0].sharding.device_set))
+    memory = hw.detect(device).per_device.memory_bytes
+    return f"uses more than {(memory or 2e9) / 2e6:.0f} MB"
 
 
 def _needs(step, state, batch, plan, memory, largest) -> list[str]:

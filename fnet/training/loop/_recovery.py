@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.training.checkpoints._reading import CheckpointError
-from fnet.training.loop import _nonfinite
+from fnet.training.loop import _nonfinite, _reducing
 from fnet.training.loop._feed import Feed
 from fnet.training.loop._nonfinite import Diverged
 from fnet.training.loop._options import Options
@@ -127,11 +127,23 @@ class Recovery:
             text += f"; the checkpoint of step {kept} is sound"
         if self.options.debug:
             text += f". {self._blame(bad)}"
-        return Diverged(f"{text}. Lower the learning rate, clip the gradient, or look at the data")
+        text += ". Lower the learning rate, clip the gradient, or look at the data"
+        command = _reducing.advice(self.run, bad + 1, "not finite")
+        return Diverged(f"{text}. {command}" if command else text)
 
     def _blame(self, bad: int) -> str:
         """Replays the run up to the step that produced NaN or infinity, and names the layer of the
         first such value."""
+        inputs = self.replayed(bad)
+        if isinstance(inputs, str):
+            return inputs
+        state, batch, before = inputs
+        return _nonfinite.first_layer(self.program.step, (state, batch), before)
+
+    def replayed(self, bad: int) -> tuple[Any, Any, tuple[Any, Any] | None] | str:
+        """Replays the run up to step `bad`, and returns the state and batch of this step, and those
+        of the step before it, or None if the replay begins at the step. Returns why that is not
+        possible as text."""
         run, offset = self.run, self.run.offset
         start = self._start_of_replay(bad)
         if start is None:
@@ -147,7 +159,7 @@ class Recovery:
                 if i == bad - 1:
                     before = jax.tree.map(jnp.copy, state), batch
                 state, _, watch, _ = self.program.advance(state, run.fresh_metrics(), watch, batch)
-            return _nonfinite.first_layer(self.program.step, (state, batches()), before)
+            return state, batches(), before
         return "A signal ended the replay"
 
     def _start_of_replay(self, bad: int) -> tuple[Any, int] | None:
