@@ -44,7 +44,7 @@ class Lock:
         notes: what the lock does not contain, and why.
 
     >>> print(introspect.lock(jnp.tanh, jnp.ones((2, 3))))
-    tanh: 1 equation in 1 layer, 0 FLOPs in products, 6 others; peak 24 B
+    tanh: 1 equation in 1 layer, 0 FLOPs in products, 6 FLOPs in the rest; peak 24 B
     """
 
     step: str
@@ -83,8 +83,8 @@ class Lock:
         counted = f"{len(nodes)} equation{'s'[: len(nodes) != 1]}"
         where = f"{len(layers)} layer{'s'[: len(layers) != 1]}"
         return (
-            f"{self.step}: {counted} in {where}, {si(matmul)}FLOPs in products, {si(other)}others; "
-            f"peak {si(self.peak)}B"
+            f"{self.step}: {counted} in {where}, {si(matmul)}FLOPs in products, {si(other)}FLOPs "
+            f"in the rest; peak {si(self.peak)}B"
         )
 
 
