@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from fnet import introspect
 from fnet import transforms as ft
-from fnet.introspect._reduce import _child, _search
+from fnet.introspect._reduce import _child, _predicates, _search, _switches
 
 
 def draw(*shape, seed=0):
@@ -126,6 +126,13 @@ def test_predicates(f, args, failing, operation, layer, tmp_path):
     assert operation in found.operations and len(found.operations) <= 3
     assert found.layer == layer
     assert found.reproduced and status(found) == 1
+
+
+def test_float32_where_another_dtype_does_not_matter(tmp_path):
+    f = lambda x: jnp.log(x.astype(jnp.bfloat16) * 0).astype(jnp.float32).sum()
+    found = introspect.reduce(f, (draw(4),), "not finite", tmp_path)
+    assert found.operations == ("log",)
+    assert "float32" in found.source and "bfloat16" not in found.source
 
 
 @pytest.mark.exhaustive
@@ -356,3 +363,74 @@ def test_versions(tmp_path):
         "1.x": "'1.x' is not a version of jax, such as 0.10.2",
     }
     assert f"jax {sys.executable}: fails" in str(found)
+
+
+@pytest.mark.exhaustive
+def test_another_release_that_computes_other_results(monkeypatch, tmp_path):
+    """In the child process, the sine is wrong, as it may be in another release."""
+    start = "import jax.numpy as jnp, jax\njnp.sin = lambda x: 1.1 * jax.lax.sin(x)\n"
+    monkeypatch.setattr(_child, "_START", start + _child._START)
+
+    def f(x):
+        with jax.named_scope("wave"):
+            y = jnp.sin(x + 1)
+        return jnp.cos(y) * 2
+
+    found = introspect.reduce(f, (draw(5),), f"differs from jax {sys.executable}", tmp_path)
+    assert (found.operations, found.layer) == (("sin",), "wave")
+    # The script states what the release computed, and with it the failure stays away.
+    assert found.reproduced is False
+    monkeypatch.undo()
+    assert status(found) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_compiler_that_hangs(monkeypatch, tmp_path):
+    start = "import jax, time\njax.lax.erf_inv = lambda *_: time.sleep(60)\n"
+    monkeypatch.setattr(_child, "_START", start + _child._START)
+    f = lambda x: lax.erf_inv(jnp.sin(x) * 0.1)
+    found = introspect.reduce(f, (draw(2),), "hangs", tmp_path, limit_seconds=8)
+    assert found.operations == ("erf_inv",)
+    assert found.reason == "still running after 8 s" and found.reproduced
+
+
+@pytest.mark.exhaustive
+def test_a_slow_compilation(monkeypatch, tmp_path):
+    """In the child process, the compilation of a sine takes two seconds longer."""
+    start = (
+        "import jax, jax.numpy as jnp, time\nsine = jax.lax.sin\ncompiled = jax.stages.Lowered.compile\n"
+        "def compile(self):\n    time.sleep(2 * ('sine' in self.as_text()))\n    return compiled(self)\n"
+        "jax.stages.Lowered.compile = compile\n"
+    )
+    monkeypatch.setattr(_child, "_START", start + _child._START)
+    f = lambda x: jnp.cos(jnp.sin(x) + 1)
+    found = introspect.reduce(f, (draw(2),), "compiles longer than 1.5 s", tmp_path)
+    assert found.operations == ("sin",) and found.reproduced
+
+
+def test_flags_of_the_compiler(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nif 'fast_math' in os.environ['XLA_FLAGS']: sys.exit('reproduced: NaN')"
+    )
+    judge, limits = _predicates.NotFinite(), _child.Limits()
+    monkeypatch.setenv("XLA_FLAGS", "--a=1 --xla_cpu_enable_fast_math=true --b=2")
+    assert _switches.flags(script, judge, limits) == ("--xla_cpu_enable_fast_math=true",)
+    monkeypatch.setenv("XLA_FLAGS", "--a=1 --b=2")
+    assert _switches.flags(script, judge, limits) == ()
+
+
+def test_the_first_difference_of_a_comparison(tmp_path):
+    def f(x):
+        y = ft.tag(jnp.cos(x) + 2, "shifted")
+        return jnp.log(ft.tag(jnp.sqrt(y - 9), "root"))
+
+    def g(x):
+        y = ft.tag(jnp.cos(x) + 2, "shifted")
+        return jnp.log(ft.tag(jnp.sqrt(y), "root"))
+
+    compared = introspect.compare(f, g, draw(3))
+    assert compared.first.name == "root"
+    assert compared.reduce("not finite", tmp_path).operations == ("sqrt",)
+    with pytest.raises(ValueError, match="the two programs do not differ"):
+        introspect.compare(g, g, draw(3)).reduce("not finite", tmp_path)

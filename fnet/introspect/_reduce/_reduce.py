@@ -18,7 +18,7 @@ from fnet.introspect._reduce._predicates import Own, Predicate, Transformed, pre
 from fnet.introspect._reduce._program import Program, traced
 from fnet.introspect._reduce._script import DATA, Script
 from fnet.introspect._reduce._search import Search, log, outcome_reason
-from fnet.introspect._reduce._simplify import simpler, smaller
+from fnet.introspect._reduce._simplify import plainer, simpler, smaller
 from fnet.introspect._reduce._spell import Unwritable
 
 SCRIPT, PARAGRAPH = "repro.py", "repro.txt"
@@ -152,7 +152,7 @@ class _Reduction:
             raise ValueError(f"reduce: the program does not fail ({self.judge.name}): {what}")
         stages = [located(search, self.program)]
         search.reason = search.judge(stages[-1])
-        for simplify in (smaller, simpler):
+        for simplify in (smaller, plainer, simpler):
             stages.append(simplify(search, stages[-1]))
         if stages[-1] is not stages[0]:
             stages.append(smaller(search, stages[-1]))

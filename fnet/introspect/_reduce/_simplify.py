@@ -1,4 +1,5 @@
-"""The passes that make a located failure readable: smaller axes, simpler numbers."""
+"""The passes that make a located failure readable: smaller axes, dtypes and numbers that are
+simpler."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fnet import _jax
@@ -14,7 +16,7 @@ from fnet.axes._resize import Resizer
 from fnet.axes._ties import tie_axes
 from fnet.introspect._reduce._program import Program, is_float, is_spread
 from fnet.introspect._reduce._search import Search
-from fnet.jaxpr import Value
+from fnet.jaxpr import Evaluator, Value
 
 
 def smaller(search: Search, program: Program) -> Program:
@@ -98,6 +100,46 @@ def _plain(x: Any) -> bool:
 def like(x: Any, new: np.ndarray) -> Any:
     """Places a new value of an array where the old one was."""
     return jax.device_put(new, x.sharding) if is_spread(x) else new
+
+
+def plainer(search: Search, program: Program) -> Program:
+    """Replaces floating-point dtypes other than float32 by float32."""
+    for name in ("float64", "bfloat16", "float16"):
+        old = jnp.dtype(name)
+        if any(x.dtype == old for x in program.arrays):
+            candidate = _retyped(program, old, np.dtype(np.float32))
+            program = candidate if candidate is not None and search.holds(candidate) else program
+    search.progress("simplified the dtypes", program)
+    return program
+
+
+def _retyped(program: Program, old: np.dtype, new: np.dtype) -> Program | None:
+    """Returns the program with another dtype in place of `old`, or None if it has none."""
+
+    def typed(x: Any) -> Any:
+        return like(x, np.asarray(x).astype(new)) if getattr(x, "dtype", None) == old else x
+
+    def rule(eqn: Any, arrays: list) -> list:
+        operands = [x if isinstance(x, jax.core.Tracer) else typed(x) for x in arrays]
+        bound = eqn.primitive.get_bind_params(eqn.params)
+        params = {name: new if _is_dtype(value, old) else value for name, value in bound.items()}
+        return _jax.bind(eqn.primitive, operands, params)
+
+    evaluate = Evaluator(rule)
+    closed = _jax.close(program.jaxpr)
+    try:
+        return program.retraced(
+            lambda *arrays: evaluate(closed, *arrays), list(map(typed, program.arrays))
+        )
+    except Exception:  # such as a loop, whose body states its dtypes itself
+        return None
+
+
+def _is_dtype(value: Any, dtype: np.dtype) -> bool:
+    kind = isinstance(value, np.dtype) or (
+        isinstance(value, type) and issubclass(value, np.generic)
+    )
+    return kind and np.dtype(value) == dtype
 
 
 def simpler(search: Search, program: Program) -> Program:
