@@ -23,10 +23,10 @@ QUICK = (
     "mean", "attention", "sort", "lstm by hand", "flattened", "indices", "embedded",
     "max pool same", "gradient of attention", "gradient of conv same stride 2",
 )  # fmt: skip
-# JAX cannot trace them for a batch of any size, or they fix its size.
+# JAX cannot trace them for a batch of any size, or they fix its size, or have two batches.
 NOT_TRACED = (
     "correlation", "reflected", "searched", "interpolated", "joined", "class token", "transposed",
-    "dot_product_attention", "gradient of joined",
+    "dot_product_attention", "gradient of joined", "two lengths", "gradient of two lengths",
 )  # fmt: skip
 DRAWN = "drawn", "fnet dropout", "flax nnx"  # their draws are others
 OTHER_ROUNDING = "gradient of fnet attention", "gradient of flax encoder"  # gradients that are 0
@@ -313,6 +313,65 @@ def test_recurrent_layers(layer):
     assert bits(ft.invariant(ft.grad(loss), mesh=mesh(4))(params, x)) == bits(f(params, x))
 
 
+TURNS = np.arange(1.0, 4.0, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda t, i, x: ((i * x).sum(0), t),
+        lambda t, i, x: (-t, (i * x).sum(0).astype(jnp.int32)),
+        lambda t, i, x: (lax.cond(i > 2, lambda: (i * x).sum(0), lambda: x.sum(0)), t),
+        lambda t, i, x: (t, lax.scan(lambda u, j: ((j * x).sum(0), u), i * t, TURNS)),
+    ],
+)
+def test_sums_that_replace_what_a_loop_carries(turn):
+    """Each row must not add the whole that the loop, or a turn of it, begins with."""
+
+    def f(start, x):
+        carry = start, 2 * start, 3 * start
+        step = lambda t, i: (lambda last, y: ((t[1], t[2], last), (t[0], y)))(*turn(t[0], i, x))
+        return lax.scan(step, carry, TURNS)
+
+    start, x = draw(4), draw(8, 4)
+    assert_close(ft.invariant(f)(start, x), f(start, x), 1e-5)
+
+
+def test_a_converted_sum_in_a_branch():
+    f = lambda w, x: lax.cond(w > 0, lambda: (3 * x).sum(0).astype(int), lambda: x.astype(int)[0])
+    x = draw(8, 4)
+    assert_close(ft.invariant(f)(1.0, x), f(1.0, x), 0)
+
+
+def test_a_scan_without_turns():
+    f = lambda w, x: lax.scan(lambda t, i: (t + x.sum(0), t), w, jnp.zeros((0, 2)))
+    assert_close(ft.invariant(f)(draw(4), draw(8, 4)), f(draw(4), draw(8, 4)), 0)
+
+
+def test_rows_whose_loops_end_at_different_turns():
+    """A loop under `jax.vmap` runs until the last row ends; alone, a row runs for itself."""
+    grow = lambda row: lax.while_loop(
+        lambda c: c.sum() < 30, lambda c: 1.3 * c + jnp.exp(c / 99), row
+    )
+    solved = lambda row: jax.scipy.sparse.linalg.cg(jnp.diag(row**2 + 1), row)[0]
+    f = ft.invariant(lambda _, x: (jax.vmap(grow)(x), jax.vmap(solved)(x)))
+    x = np.abs(draw(8, 4))
+    want = f(0.0, x)
+    assert_close(want, (jax.vmap(grow)(x), jax.vmap(solved)(x)), 1e-4)
+    assert not ft.explain(f, 0.0, jax.ShapeDtypeStruct((8, 4), jnp.float32)).by_size
+    for n in ROWS:
+        assert bits(f(0.0, x[:n])) == bits(head(want, n))
+
+
+def test_draws_of_several_keys_for_each_row():
+    def f(key, x):
+        return jax.vmap(lambda key: jax.random.normal(key, x.shape))(jax.random.split(key, 3))
+
+    drawn, x = ft.invariant(f)(jax.random.key(0), draw(8, 2)), draw(8, 2)
+    assert drawn.shape == (3, 8, 2) and len(set(np.asarray(drawn).ravel().tolist())) == 48
+    assert bits(ft.invariant(f)(jax.random.key(0), x[:3])) == bits(drawn[:, :3])
+
+
 def test_other_sums_that_a_loop_begins_with():
     def f(start, x):
         return lax.fori_loop(0, 3, lambda i, total: total + i * x.sum(0), start)
@@ -381,6 +440,12 @@ def test_inside_jit_and_with_closed_over_arrays():
         return ft.invariant(lambda w, x: jnp.tanh(x * scale) @ w)(w, x)
 
     assert bits(traced(w, x, scale)) == bits(f(w, x))
+
+
+def test_a_function_that_asks_for_the_number_of_rows_and_closes_over_traced_arrays():
+    f = lambda scale: ft.invariant(lambda w, x: x * scale if x.shape[0] == 4 else x)(1.0, draw(4))
+    with pytest.raises(ValueError, match="does something else for 4 rows"):
+        jax.jit(f)(2.0)
 
 
 def test_explain_lists_what_was_changed_and_the_price():

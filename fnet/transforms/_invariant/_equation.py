@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from fnet import _jax
 from fnet.axes import AxisMap, axis_map
-from fnet.jaxpr import CALLS, bodies, options, scan, solve_inputs
+from fnet.jaxpr import CALLS, bodies, ends_by_rows, options, scan, solve_inputs
 from fnet.transforms._invariant._layout import (
     Rows,
     is_open,
@@ -22,7 +24,7 @@ COMBINED = {
     "reduce_or": "or",
 }  # a result that does not depend on the order
 ADDED = ("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-_SIMPLE = ("convert_element_type", "reshape", "transpose", "neg", "squeeze", "expand_dims", "copy")
+_LINEAR = ("reshape", "transpose", "neg", "squeeze", "expand_dims", "copy")
 
 
 class Part(NamedTuple):
@@ -206,7 +208,9 @@ def _inside(eqn: Any, states: list[State]) -> Sequence[State]:
     parts = [at for at in states if isinstance(at, Part)]
     if parts and eqn.primitive.name not in _BODIES:
         name = eqn.primitive.name
-        linear = name in _SIMPLE or (name in ("add", "add_any", "sub") and len(parts) == 2)
+        linear = name in _LINEAR or (name in ("add", "add_any", "sub") and len(parts) == 2)
+        if name == "convert_element_type":
+            linear = _keeps_sums(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
         if not linear or {at.op for at in parts} != {"sum"}:
             raise NeedsAll("a sum over the rows is needed in each turn")
         return [Part("sum")]
@@ -216,6 +220,14 @@ def _inside(eqn: Any, states: list[State]) -> Sequence[State]:
     if done.kind == "shared" and any(map(open_axes, eqn.outvars)):
         raise NeedsAll("a value inside is not made of rows")
     return [None if at == SAME else at for at in done.states]
+
+
+def _keeps_sums(before: Any, after: Any) -> bool:
+    """Whether the sum of converted numbers is the converted sum, up to rounding."""
+    if jnp.issubdtype(before, jnp.inexact):
+        return jnp.issubdtype(after, jnp.inexact)
+    narrow = before.itemsize < 4 and after.itemsize > before.itemsize
+    return bool not in (before, after) and not narrow  # narrow integers wrap around
 
 
 def _scan(eqn: Any, states: Sequence[State]) -> Work:
@@ -256,7 +268,11 @@ def _stack(at: State) -> State:
 
 
 def _joined(before: State, after: State) -> State:
-    if before == after or after is None:
+    if before == after:
+        return before
+    if Part("sum") in (before, after):  # each row would add the whole that another turn has
+        raise NeedsAll("a sum over the rows is needed in each turn")
+    if after is None:
         return before
     if before is None:
         return after
@@ -274,7 +290,8 @@ def _while(eqn: Any, states: Sequence[State]) -> Work:
         if joined == carry:
             break
         carry = joined
-    if any(_body(test.jaxpr, given(test, carry))):
+    (goes,) = _body(test.jaxpr, given(test, carry))
+    if goes is not None and not (ends_by_rows(eqn) and all(at == goes for at in carry)):
         raise NeedsAll("how often it runs depends on all rows")
     if any(isinstance(at, Part) for at in carry):
         raise NeedsAll("a sum over the rows is needed in each turn")

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax, jaxpr
-from fnet.transforms._invariant._equation import Part
 from fnet.transforms._invariant._layout import at_size, is_open, open_axes, size
 
 _KEYED = ("random_bits", "random_split")
@@ -38,15 +37,14 @@ def program(body: Any, consts: Sequence, arrays: Sequence, at: Size) -> list:
     return [read(env, v) for v in body.outvars]
 
 
-def equations(eqns: Sequence, env: dict, at: Size, works: Any = None) -> None:
+def equations(eqns: Sequence, env: dict, at: Size) -> None:
     """Evaluates equations, whose inputs are in `env`, and adds their results to it."""
     names, here = _jax.current_names(), jax.sharding.get_abstract_mesh()
     # The program was traced outside of the mesh.
     mesh = jax.sharding.use_abstract_mesh if here.manual_axes else contextlib.nullcontext
-    for i, eqn in enumerate(eqns):
+    for eqn in eqns:
         with _jax.equation_context(eqn, names), mesh(here):
-            states = None if works is None else works[i].states
-            outputs = _outputs(eqn, [read(env, v) for v in eqn.invars], at, states)
+            outputs = _outputs(eqn, [read(env, v) for v in eqn.invars], at)
         env.update(zip(eqn.outvars, outputs))
 
 
@@ -54,20 +52,27 @@ def read(env: dict, v: Any) -> Any:
     return jnp.asarray(v.val, v.aval.dtype) if isinstance(v, _jax.Literal) else env[v]
 
 
-def _outputs(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+def _outputs(eqn: Any, arrays: list, at: Size) -> list:
     name = eqn.primitive.name
     if name in _BODIES:
-        return _BODIES[name](eqn, arrays, at, states)
+        return _BODIES[name](eqn, arrays, at)
     if name == "dim_as_value":
         total = size(jaxpr.options(eqn).dim, at.total)
         return [jnp.asarray(total, eqn.outvars[0].aval.dtype)]
     if at.row is not None and any(map(is_open, eqn.outvars[0].aval.shape)):
         if name in _KEYED and not open_axes(eqn.invars[0]):
-            arrays = [jax.random.fold_in(arrays[0], at.row)]
+            arrays = [_of_row(arrays[0], at.row)]
         if name == "iota" and is_open(eqn.outvars[0].aval.shape[jaxpr.options(eqn).dimension]):
             shape = at_size(eqn.outvars[0].aval.shape, 1)
             return [jnp.broadcast_to(at.row, shape).astype(eqn.outvars[0].aval.dtype)]
     return [value.x for value in jaxpr.bind(eqn, arrays, **_numbers(at.rows, **eqn.params))]
+
+
+def _of_row(keys: Any, row: Any) -> Any:
+    fold = jax.random.fold_in
+    for _ in range(keys.ndim):
+        fold = jax.vmap(fold, (0, None))
+    return fold(keys, row)
 
 
 def _numbers(rows: int, /, **params: Any) -> dict[str, Any]:
@@ -83,11 +88,9 @@ def _closed(value: Any, rows: int) -> Any:
     return value
 
 
-def _scan(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+def _scan(eqn: Any, arrays: list, at: Size) -> list:
     loop = jaxpr.scan(eqn)
     consts, carry, slices = loop.split(arrays)
-    summed = [isinstance(s, Part) and s.op == "sum" for s in (states or ())][: loop.carry]
-    start = [jnp.zeros_like(x) if add else x for x, add in zip(carry, summed or [False] * 10**6)]
 
     def body(carried: list, each: list) -> tuple[list, list]:
         outputs = program(loop.jaxpr, loop.closed.consts, [*consts, *carried, *each], at)
@@ -95,7 +98,7 @@ def _scan(eqn: Any, arrays: list, at: Size, states: Any) -> list:
 
     last, stacks = lax.scan(
         body,
-        start,
+        carry,
         slices,
         length=size(loop.length, at.rows),
         reverse=bool(loop.options.get("reverse")),
@@ -103,7 +106,7 @@ def _scan(eqn: Any, arrays: list, at: Size, states: Any) -> list:
     return [*last, *stacks]
 
 
-def _while(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+def _while(eqn: Any, arrays: list, at: Size) -> list:
     test, step = jaxpr.bodies(eqn)
     first = len(eqn.invars) - len(eqn.outvars)
     of_test, of_step = ([arrays[i] for i in each.inputs if i < first] for each in (test, step))
@@ -114,10 +117,18 @@ def _while(eqn: Any, arrays: list, at: Size, states: Any) -> list:
     def turn(carry: list) -> list:
         return program(step.jaxpr, step.consts, [*of_step, *carry], at)
 
-    return lax.while_loop(going, turn, list(arrays[first:]))
+    def turn_of_rows(carry: list) -> list:
+        rows = going(carry)
+        goes = [lax.broadcast_in_dim(rows, x.shape, range(rows.ndim)) for x in carry]
+        return list(map(lax.select, goes, turn(carry), carry))
+
+    start = list(arrays[first:])
+    if jaxpr.ends_by_rows(eqn):  # rows that have ended stay as they are
+        return lax.while_loop(lambda carry: going(carry).any(), turn_of_rows, start)
+    return lax.while_loop(going, turn, start)
 
 
-def _cond(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+def _cond(eqn: Any, arrays: list, at: Size) -> list:
     index, *operands = arrays
     branches = [
         lambda *operands, body=body: program(body.jaxpr, body.consts, operands, at)
@@ -126,13 +137,13 @@ def _cond(eqn: Any, arrays: list, at: Size, states: Any) -> list:
     return lax.switch(index, branches, *operands)
 
 
-def _solve(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+def _solve(eqn: Any, arrays: list, at: Size) -> list:
     (solve,) = jaxpr.bodies(eqn)
     given = [arrays[i] for i in jaxpr.solve_inputs(eqn)]
     return program(solve.jaxpr, solve.consts, given, at)
 
 
-def _call(eqn: Any, arrays: list, at: Size, states: Any) -> list:
+def _call(eqn: Any, arrays: list, at: Size) -> list:
     (body,) = jaxpr.bodies(eqn)
     return program(body.jaxpr, body.consts, arrays, at)
 

@@ -210,12 +210,9 @@ class _Invariant:
         )
 
     def _entry(self, call: _Call) -> _Entry:
-        if call.key not in self._entries:
-            entry = _traced(call)
-            if any(isinstance(x, jax.core.Tracer) for x in entry.consts):
-                return entry
+        entry = self._entries.get(call.key) or _traced(call)
+        if not any(isinstance(x, jax.core.Tracer) for x in entry.consts):
             self._entries[call.key] = entry
-        entry = self._entries[call.key]
         for text in entry.unequal:
             if _sizes.value(text, {NAME: call.rows}) == 0:
                 raise ValueError(
@@ -231,7 +228,7 @@ def _traced(call: _Call) -> _Entry:
         with _jax.symbolic_trace(broadcasts=False) as unequal:
             traced = call.traced()
         with _jax.symbolic_trace(broadcasts=False) as more:
-            flat = jaxpr.flatten(traced.closed)
+            flat = jaxpr.flatten(traced.closed, kept=("while",))
     except Exception as error:
         call.exact()  # raises the error that the function itself has
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -146,7 +146,7 @@ def _loops(program: Any, inputs: Sequence[State]) -> set[int]:
             states[v] = at if isinstance(at, Rows) else None
         if eqn.primitive.name == "scan" and done.kind == "all":
             length = jaxpr.scan(eqn).length
-            if not is_open(length) and length <= _LONGEST:
+            if not is_open(length) and 0 < length <= _LONGEST:
                 found.add(id(eqn))
     return found
 

@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
-from fnet.jaxpr import scan
 from fnet.transforms._invariant import _evaluate
 from fnet.transforms._invariant._equation import Part
 from fnet.transforms._invariant._layout import Rows, stacked, whole
@@ -135,7 +134,7 @@ class Run:
             shared, i, rows = values
             env = dict(zip((*known, *reads), (*shared, *rows)))
             size = _evaluate.Size(1, self._first + i, self._total)
-            _evaluate.equations(section.eqns, env, size, section.works)
+            _evaluate.equations(section.eqns, env, size)
             wider = [env[v].astype(wide(env[v].dtype)) for v in parts]
             return [env[v] for v in kept], wider, [env[v] for v in same]
 
@@ -171,10 +170,7 @@ class Run:
             [x[: self._rows] for x in memory] if uneven else [x[None] for x in tree.result(memory)]
         )
         totals = self._combined([how[v].op for v in parts], found)
-        starts = _starts(section)
-        for v, x in zip(parts, totals):
-            x = x.astype(v.aval.dtype)
-            self._wholes[v] = x + self._whole(starts[v]) if v in starts else x
+        self._wholes.update((v, x.astype(v.aval.dtype)) for v, x in zip(parts, totals))
 
     def _combined(self, ops: Sequence[str], found: list) -> list:
         """Returns the results over the values of all devices."""
@@ -219,18 +215,6 @@ def _results(section: Section) -> dict:
         for eqn, done in zip(section.eqns, section.works)
         for v, at in zip(eqn.outvars, done.states)
     }
-
-
-def _starts(section: Section) -> dict:
-    """Returns {result of a loop that adds what comes from each row: the initial value}."""
-    found = {}
-    for eqn, done in zip(section.eqns, section.works):
-        if eqn.primitive.name == "scan":
-            loop = scan(eqn)
-            _, carry, _ = loop.split(eqn.invars)
-            pairs = zip(eqn.outvars, done.states, carry)
-            found.update((v, start) for v, at, start in pairs if at == Part("sum"))
-    return found
 
 
 def _at_least_two(x: Any) -> Any:
