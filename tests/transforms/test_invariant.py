@@ -12,7 +12,8 @@ from bucket_cases import NAMES, case
 from checks import sampled
 from flax import linen, nnx
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fnet import layers as nn
 from fnet import models
@@ -446,6 +447,22 @@ def test_a_function_that_asks_for_the_number_of_rows_and_closes_over_traced_arra
     f = lambda scale: ft.invariant(lambda w, x: x * scale if x.shape[0] == 4 else x)(1.0, draw(4))
     with pytest.raises(ValueError, match="does something else for 4 rows"):
         jax.jit(f)(2.0)
+
+
+def test_a_sum_of_zeros_has_no_sign():
+    f = ft.invariant(lambda _, x: x.sum())
+    assert bits(f(0.0, -jnp.zeros(1))) == bits(f(0.0, jnp.asarray([-0.0, 0.0, 0.0])))
+
+
+def test_arrays_that_are_divided_over_other_devices():
+    f, w, x = ft.value_and_grad(lambda w, x: jnp.tanh(x @ w).mean()), draw(4096), draw(8, 4096)
+    want = ft.invariant(f)(w, x)
+    by_features = NamedSharding(mesh(4), P("data")), NamedSharding(mesh(4), P(None, "data"))
+    divided = jax.device_put((w, x), by_features)
+    assert bits(ft.invariant(f)(*divided)) == bits(want)
+    assert bits(ft.invariant(f, mesh=mesh(8))(*divided)) == bits(want)
+    on_one = jax.device_put((w, x), jax.devices()[1])
+    assert bits(ft.invariant(f, mesh=mesh(4))(*on_one)) == bits(want)
 
 
 def test_explain_lists_what_was_changed_and_the_price():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax, jaxpr
@@ -182,7 +182,10 @@ class _Invariant:
     def _run(self, entry: _Entry, call: _Call) -> list:
         if call.rows not in entry.compiled:
             entry.compiled[call.rows] = _not_differentiable(jax.jit(self._evaluation(entry, call)))
-        return entry.compiled[call.rows](np.bool_(True), entry.consts, call.arrays)
+        consts, arrays = (
+            [_placed(x, self._mesh) for x in xs] for xs in (entry.consts, call.arrays)
+        )
+        return entry.compiled[call.rows](np.bool_(True), consts, arrays)
 
     def _evaluation(self, entry: _Entry, call: _Call) -> Callable:
         mesh = self._mesh
@@ -250,6 +253,19 @@ def _type(x: Any, shape: tuple) -> Any:
     keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
     dtype = x.dtype if keys else jax.dtypes.canonicalize_dtype(x.dtype)
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=getattr(x, "weak_type", False))
+
+
+def _placed(x: Any, mesh: Mesh | None) -> Any:
+    """Returns an array on the devices of the mesh. Without one, XLA would divide the sums along an
+    axis that is divided over devices, in another order."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return x
+    if mesh is None:
+        divided = isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
+        return jax.device_put(x, NamedSharding(x.sharding.mesh, P())) if divided else x
+    if not x.committed or x.sharding.device_set == set(mesh.devices.flat):
+        return x
+    return jax.device_put(x, NamedSharding(mesh, P()))
 
 
 def _not_differentiable(run: Callable) -> Callable:

@@ -170,7 +170,8 @@ class Run:
             [x[: self._rows] for x in memory] if uneven else [x[None] for x in tree.result(memory)]
         )
         totals = self._combined([how[v].op for v in parts], found)
-        self._wholes.update((v, x.astype(v.aval.dtype)) for v, x in zip(parts, totals))
+        for v, x in zip(parts, totals):
+            self._wholes[v] = _without_sign_of_zero(x, how[v].op).astype(v.aval.dtype)
 
     def _combined(self, ops: Sequence[str], found: list) -> list:
         """Returns the results over the values of all devices."""
@@ -207,6 +208,13 @@ def _zeros(like: Any) -> Any:
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), like.shape)  # never computed
     return jnp.zeros(like.shape, like.dtype)
+
+
+def _without_sign_of_zero(x: Any, op: str) -> Any:
+    """Returns 0 for -0, which rows of zeros at the end would change to 0."""
+    if op != "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jnp.where(x == 0, jnp.zeros_like(x), x)
 
 
 def _results(section: Section) -> dict:
