@@ -109,6 +109,13 @@ COLUMNS = Row(
     "the indexed axis is split, and the result over the same mesh axis and another one",
     axes=2,
 )
+COLUMN = Row(
+    "set_column",
+    "an update at a single index, as in `x.at[:, 0].set(y)`",
+    "a constraint inside of the program splits the indexed axis",
+    axes=1,
+    repaired=(0, 12, 0),
+)
 TABLE = (
     GROUPED,
     SPLIT_IMAGE,
@@ -118,6 +125,7 @@ TABLE = (
     NEGATIVE,
     SCATTER,
     COLUMNS,
+    COLUMN,
 )
 
 
@@ -147,7 +155,7 @@ def in_equation(eqn: Any, mesh: Any) -> Whole | None:
         return Whole((MAX_POOL,), (axes, axes), (axes,)) if axes else None
     if eqn.primitive.name == "pad":
         return _in_pad(eqn.params["padding_config"], mesh)
-    if eqn.primitive.name in _COMBINING_SCATTERS and SCATTER.applies(mesh):
+    if eqn.primitive.name == "scatter" or eqn.primitive.name in _COMBINING_SCATTERS:
         return _in_scatter(eqn, mesh)
     if eqn.primitive.name == "gather" and COLUMNS.applies(mesh):
         return _in_gather(eqn)
@@ -156,6 +164,11 @@ def in_equation(eqn: Any, mesh: Any) -> Whole | None:
 
 def _in_scatter(eqn: Any, mesh: Any) -> Whole | None:
     _, indices, updates = (v.aval for v in eqn.invars)
+    if indices.ndim == 1 and COLUMN.applies(mesh):
+        axes = tuple(options(eqn).dimension_numbers.scatter_dims_to_operand_dims)
+        return Whole((COLUMN,), (axes, (), ()), (axes,)) if axes else None
+    if eqn.primitive.name == "scatter" or not SCATTER.applies(mesh):
+        return None
     lengths = [mesh.shape[name] for name in automatic_axes(mesh)]
     uneven = [i for i, n in enumerate(indices.shape[:-1]) if any(n % each for each in lengths)]
     window = options(eqn).dimension_numbers.update_window_dims

@@ -542,3 +542,46 @@ def test_even_indices_are_left_to_xla():
     assert found == ((misdivided.SCATTER,), ((), (0,), (0,)), ((),))
     (found,) = whole(lambda x, i: x[:, i], table, i)
     assert found == ((misdivided.COLUMNS,), ((1,), ()), ((),))
+
+
+def test_updates_at_a_single_index(monkeypatch):
+    """They are wrong with jax 0.10.2 wherever a constraint splits the indexed axis."""
+    each = AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    x = jnp.ones((4, 8))
+    functions = {
+        (1,): lambda x: x.at[:, 0].set(0.0),
+        (0,): lambda x: x.at[2].max(0.0),
+        (0, 1): lambda x: x.at[2, 3].add(1.0),
+    }
+
+    def found(f):
+        equations = jaxpr.equations(jax.make_jaxpr(f)(x))
+        return [whole for eqn in equations if (whole := misdivided.in_equation(eqn, each))]
+
+    for version, applies in (((0, 10, 2), True), ((0, 12, 0), False)):
+        monkeypatch.setattr(misdivided, "VERSION", version)
+        for axes, f in functions.items():
+            want = misdivided.Whole((misdivided.COLUMN,), (axes, (), ()), (axes,))
+            assert found(f) == [want] * applies
+        assert not found(lambda x: x.at[jnp.array([1, 3])].set(0.0))
+
+
+def test_a_column_that_a_planned_step_sets():
+    def step(w, x):
+        place = NamedSharding(plan_mesh, P(None, "data"))
+
+        def loss(w):
+            w = lax.with_sharding_constraint(w, place).at[:, 0].set(0.0)
+            return ((x @ w) ** 2).sum()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - gradient, {"loss": value}
+
+    plan_mesh = jax.sharding.Mesh(
+        mesh(8).devices.reshape(8), ("data",), axis_types=(AxisType.Auto,)
+    )
+    draw = np.random.default_rng(0)
+    w, x = (draw.integers(1, 3, shape).astype(np.float32) for shape in ((16, 512), (8, 16)))
+    _, (got, _) = planned(step, lambda key: jnp.asarray(w), x, mesh=plan_mesh, strategy="fsdp")
+    gradient = x.T @ (2 * (x @ np.where(np.arange(512) == 0, 0, w)))
+    np.testing.assert_allclose(got, w - np.where(np.arange(512) == 0, 0, gradient), rtol=1e-5)
