@@ -12,7 +12,7 @@ from bucket_cases import NAMES, case
 from checks import sampled
 from flax import linen, nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import layers as nn
@@ -523,3 +523,49 @@ def test_one_clear_error(make, message):
 def test_an_error_of_the_function_is_its_own():
     with pytest.raises(TypeError, match="dot_general"):
         ft.invariant(lambda w, x: x @ w @ x)(draw(3, 4), draw(8, 3))
+
+
+def test_the_layout_of_linear_algebra_is_that_of_one_device():
+    """XLA chooses another one in a program for several devices, and with it other sums."""
+    f = lambda _, x: jax.vmap(jax.scipy.linalg.expm)(x)
+    for seed in (1, 5, 7):
+        x = 3 * np.random.default_rng(seed).normal(size=(8, 4, 4)).astype(np.float32)
+        want = bits(ft.invariant(f)(0.0, x))
+        assert bits(ft.invariant(f, mesh=mesh(2))(0.0, x)) == want
+        assert bits(ft.invariant(f, mesh=mesh(8))(0.0, x)) == want
+
+
+def test_a_callback_on_a_sum_that_nothing_else_needs():
+    said = []
+
+    def f(_, x):
+        jax.debug.callback(lambda total: said.append(float(total)), (x * 1).sum())
+        return x
+
+    ft.invariant(f)(0.0, jnp.arange(8.0))
+    jax.effects_barrier()
+    assert said == [28.0]
+    sine = lambda _, x: jax.pure_callback(
+        np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims"
+    )
+    np.testing.assert_array_equal(ft.invariant(sine)(0.0, draw(8)), np.sin(draw(8)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_under_a_mesh_of_the_context(kind):
+    args = PERCEPTRON, draw(8, 37), np.arange(8) % 10, draw(8) ** 2
+    f, where = weighted(perceptron), (1, 2, 3)
+    want = bits(ft.invariant(f, argnums=where)(*args))
+    place = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(kind,))
+    with jax.set_mesh(place):
+        assert bits(ft.invariant(f, argnums=where, mesh=place)(*args)) == want
+        if kind == AxisType.Explicit:
+            with pytest.raises(ValueError, match=r"explicit axes.*Pass mesh="):
+                ft.invariant(f, argnums=where)(*args)
+    assert bits(ft.invariant(f, argnums=where, mesh=place)(*args)) == want
+
+
+def test_one_inside_another():
+    x = draw(8, 37)
+    f = ft.invariant(lambda params, x: jnp.sin(ft.invariant(perceptron)(params, x)))
+    assert bits(f(PERCEPTRON, x[:3])) == bits(f(PERCEPTRON, x)[:3])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from fnet import _jax, jaxpr
 from fnet.transforms._invariant._layout import at_size, is_open, open_axes, size
@@ -65,7 +66,19 @@ def _outputs(eqn: Any, arrays: list, at: Size) -> list:
         if name == "iota" and is_open(eqn.outvars[0].aval.shape[jaxpr.options(eqn).dimension]):
             shape = at_size(eqn.outvars[0].aval.shape, 1)
             return [jnp.broadcast_to(at.row, shape).astype(eqn.outvars[0].aval.dtype)]
-    return [value.x for value in jaxpr.bind(eqn, arrays, **_numbers(at.rows, **eqn.params))]
+    arrays = _ordered(eqn, arrays)
+    results = jaxpr.bind(eqn, arrays, **_numbers(at.rows, **eqn.params))
+    return _ordered(eqn, [value.x for value in results])
+
+
+def _ordered(eqn: Any, arrays: list) -> list:
+    """Returns the operands or results of a product, or of an operation of linear algebra, with
+    their last axis contiguous. XLA would choose another order of the axes, and with it another
+    order of the sums, in a program for several devices."""
+    if jaxpr.product(eqn) is None and jaxpr.traits(eqn.primitive.name).kind != "linear_algebra":
+        return arrays
+    layout = lambda x: Layout(major_to_minor=tuple(range(x.ndim)))
+    return [with_layout_constraint(x, layout(x)) if x.ndim > 1 else x for x in arrays]
 
 
 def _of_row(keys: Any, row: Any) -> Any:
@@ -83,6 +96,8 @@ def _numbers(rows: int, /, **params: Any) -> dict[str, Any]:
 def _closed(value: Any, rows: int) -> Any:
     if is_open(value):
         return size(value, rows)
+    if isinstance(value, jax.core.ShapedArray):  # the result of a callback
+        return value.update(shape=at_size(value.shape, rows))
     if type(value) in (tuple, list):
         return type(value)(_closed(x, rows) for x in value)
     return value

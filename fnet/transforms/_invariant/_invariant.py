@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax, jaxpr
@@ -19,7 +20,7 @@ from fnet.jaxpr import Structure, Traced, check_function, is_array, mutable, wra
 from fnet.transforms._bucket import _sizes
 from fnet.transforms._bucket._bucket import closed, settings
 from fnet.transforms._invariant._explained import Invariance, changes, price
-from fnet.transforms._invariant._layout import NAME, Rows
+from fnet.transforms._invariant._layout import NAME, Rows, is_open
 from fnet.transforms._invariant._program import Program
 from fnet.transforms._invariant._run import Run, spec
 from fnet.transforms._microbatch import batch_rows, batched
@@ -159,11 +160,14 @@ class _Invariant:
     def __init__(self, f: Callable, argnums: Any, mesh: Mesh | None):
         if mesh is not None and not isinstance(mesh, Mesh):
             raise TypeError(f"invariant: mesh= must be a jax.sharding.Mesh, got {mesh!r}")
-        self._f, self._argnums, self._mesh = f, argnums, mesh
+        self._f, self._argnums = f, argnums
+        self._mesh = mesh and jaxpr.misdivided.with_automatic_axes(mesh)
         self._entries: dict[tuple, _Entry] = {}
 
     def __call__(self, args: tuple, kwargs: dict) -> Any:
         call = _Call(self._f, self._argnums, args, kwargs)
+        if is_open(call.rows):  # inside of another invariant function, which sees the same program
+            return self._f(*args, **kwargs)
         entry = self._entry(call)
         result = entry.traced.result(self._run(entry, call), call.found)
         return closed(result, {NAME: call.rows})
@@ -185,7 +189,8 @@ class _Invariant:
         consts, arrays = (
             [_placed(x, self._mesh) for x in xs] for xs in (entry.consts, call.arrays)
         )
-        return entry.compiled[call.rows](np.bool_(True), consts, arrays)
+        with _without_explicit_axes(arrays, self._mesh):
+            return entry.compiled[call.rows](np.bool_(True), consts, arrays)
 
     def _evaluation(self, entry: _Entry, call: _Call) -> Callable:
         mesh = self._mesh
@@ -228,18 +233,23 @@ class _Invariant:
 
 def _traced(call: _Call) -> _Entry:
     try:
-        with _jax.symbolic_trace(broadcasts=False) as unequal:
-            traced = call.traced()
-        with _jax.symbolic_trace(broadcasts=False) as more:
-            flat = jaxpr.flatten(traced.closed, kept=("while",))
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            with _jax.symbolic_trace(broadcasts=False) as unequal:
+                traced = call.traced()
+            with _jax.symbolic_trace(broadcasts=False) as more:
+                flat = jaxpr.flatten(traced.closed, kept=("while",))
     except Exception as error:
         call.exact()  # raises the error that the function itself has
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         first = (lines or [type(error).__name__])[0].removesuffix(".")
+        hint = "It works for these rows alone"
+        if "integer" in first or "constant" in first:
+            hint = (
+                "Use operations that need no Python number for it, such as lax.scan or lax.map in "
+                "place of range(x.shape[0])"
+            )
         raise ValueError(
-            f"invariant: the function cannot be traced for any number of rows: {first}. Use "
-            "operations that need no Python number for it, such as lax.scan or lax.map in place of "
-            "range(x.shape[0])"
+            f"invariant: the function cannot be traced for any number of rows: {first}. {hint}"
         ) from error
     kept = [True] * len(flat.jaxpr.invars)
     needed, _ = _jax.without_unused(flat.jaxpr, kept)
@@ -263,9 +273,22 @@ def _placed(x: Any, mesh: Mesh | None) -> Any:
     if mesh is None:
         divided = isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
         return jax.device_put(x, NamedSharding(x.sharding.mesh, P())) if divided else x
-    if not x.committed or x.sharding.device_set == set(mesh.devices.flat):
+    there = getattr(x.sharding, "mesh", mesh)
+    if not x.committed or (x.sharding.device_set == set(mesh.devices.flat) and there == mesh):
         return x
     return jax.device_put(x, NamedSharding(mesh, P()))
+
+
+def _without_explicit_axes(arrays: list, mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """Returns a context without the mesh of `jax.set_mesh`, if that has explicit axes."""
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return contextlib.nullcontext()
+    if mesh is None or any(isinstance(x, jax.core.Tracer) for x in arrays):
+        raise ValueError(
+            "invariant: the mesh of jax.set_mesh has explicit axes, for which JAX decides itself how "
+            "each operation is divided. Pass mesh=, and call the function outside of jax.jit"
+        )
+    return jax.set_mesh(mesh)
 
 
 def _not_differentiable(run: Callable) -> Callable:

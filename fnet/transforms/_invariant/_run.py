@@ -80,7 +80,7 @@ class Run:
         return self._stacks[v]
 
     def _once(self, section: Section) -> None:
-        if not section.writes:
+        if not section.writes and not any(eqn.effects for eqn in section.eqns):
             return
         inputs = [self._whole(v) for v in section.reads]
         size = _evaluate.Size(self._total, None, self._total)
