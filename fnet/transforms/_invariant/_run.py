@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,32 @@ from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
 from fnet.transforms._invariant import _evaluate
-from fnet.transforms._invariant._equation import Part
+from fnet.transforms._invariant._equation import SAME, Part
 from fnet.transforms._invariant._layout import Rows, stacked, whole
 from fnet.transforms._invariant._program import Program, Section
 from fnet.transforms._invariant._tree import Tree, wide
+
+
+class _Results(NamedTuple):
+    """The variables that a section writes: rows; parts, and how they are combined; what is the same
+    for all rows."""
+
+    rows: list
+    parts: list
+    ops: list[str]
+    same: list
+
+    @classmethod
+    def of(cls, section: Section) -> _Results:
+        pairs = zip(section.eqns, section.works)
+        how = {v: at for eqn, done in pairs for v, at in zip(eqn.outvars, done.states)}
+        parts = [v for v in section.writes if isinstance(how[v], Part) and how[v] != SAME]
+        return cls(
+            [v for v in section.writes if isinstance(how[v], Rows)],
+            parts,
+            [how[v].op for v in parts],
+            [v for v in section.writes if how[v] == SAME],
+        )
 
 
 class Run:
@@ -118,60 +140,61 @@ class Run:
 
     def _each_row(self, section: Section) -> None:
         """Evaluates a section for the rows of this device, one after another."""
+        if not section.writes:
+            return
+        results = _Results.of(section)
+        stacks, found, once = self._loop(self._row(section, results), results.ops)
+        self._stacks.update(zip(results.rows, stacks))
+        self._wholes.update(zip(results.same, once))
+        totals = self._combined(results.ops, found)
+        for v, x, op in zip(results.parts, totals, results.ops):
+            self._wholes[v] = _without_sign_of_zero(x, op).astype(v.aval.dtype)
+
+    def _row(self, section: Section, results: _Results) -> Callable[[Any], tuple]:
+        """Returns a function that evaluates a section for row i of this device: (rows, parts, what
+        is the same for all rows)."""
         states = self._program.states
         reads = [v for v in section.reads if states[v] is not None]
         known = [v for v in section.reads if states[v] is None]
         shared = [self._whole(v) for v in known]
         given = [_at_least_two(self._stack(v)) for v in reads]
-        how = _results(section)
-        kept = [v for v in section.writes if isinstance(how[v], Rows)]
-        parts = [v for v in section.writes if isinstance(how[v], Part) and how[v].op != "same"]
-        same = [v for v in section.writes if isinstance(how[v], Part) and how[v].op == "same"]
-        if not section.writes:
-            return
 
         def compute(values: tuple) -> tuple[list, list, list]:
             shared, i, rows = values
             env = dict(zip((*known, *reads), (*shared, *rows)))
             size = _evaluate.Size(1, self._first + i, self._total)
             _evaluate.equations(section.eqns, env, size)
-            wider = [env[v].astype(wide(env[v].dtype)) for v in parts]
-            return [env[v] for v in kept], wider, [env[v] for v in same]
+            wider = [env[v].astype(wide(env[v].dtype)) for v in results.parts]
+            return [env[v] for v in results.rows], wider, [env[v] for v in results.same]
 
         def row(i: Any) -> tuple[list, list, list]:
             rows = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in given]
             return self._alone(compute, (shared, i, rows))
 
-        uneven = self._devices > 1 and self._rows & (self._rows - 1)
-        tree = Tree([how[v].op for v in parts], 1 if uneven else self._rows)
+        return row
+
+    def _loop(self, row: Callable[[Any], tuple], ops: Sequence[str]) -> tuple[list, list, list]:
+        """Evaluates `row` for all rows of this device. Returns the stacked rows, the parts of the
+        rows, combined as far as this device can, along a first axis, and what is the same."""
+        count = self._rows
+        # On a device with, say, 6 rows, the tree over all rows does not consist of whole branches.
+        uneven = self._devices > 1 and count & (count - 1)
+        tree = Tree(ops, 1 if uneven else count)
 
         def turn(i: Any, carry: tuple) -> tuple:
             stacks, memory, _ = carry
             rows, values, once = row(i)
             put = lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, i, 0)
-            if uneven:
-                memory = list(map(put, memory, values))
-            else:
-                memory = tree.push(memory, i, values)
+            memory = list(map(put, memory, values)) if uneven else tree.push(memory, i, values)
             return list(map(put, stacks, rows)), memory, once
 
         rows, values, once = jax.eval_shape(row, jnp.int32(0))
-        several = max(self._rows, 2)
-        empty = lambda like: [jnp.zeros((several, *x.shape), x.dtype) for x in like]
-        start = (
-            empty(rows),
-            empty(values) if uneven else tree.empty(values),
-            [jnp.zeros(x.shape, x.dtype) for x in once],
-        )
-        stacks, memory, once = lax.fori_loop(0, self._count(self._rows), turn, start)
-        self._stacks.update((v, x[: self._rows]) for v, x in zip(kept, stacks))
-        self._wholes.update(zip(same, once))
-        found = (
-            [x[: self._rows] for x in memory] if uneven else [x[None] for x in tree.result(memory)]
-        )
-        totals = self._combined([how[v].op for v in parts], found)
-        for v, x in zip(parts, totals):
-            self._wholes[v] = _without_sign_of_zero(x, how[v].op).astype(v.aval.dtype)
+        empty = lambda like: [jnp.zeros((max(count, 2), *x.shape), x.dtype) for x in like]
+        memory = empty(values) if uneven else tree.empty(values)
+        start = empty(rows), memory, [jnp.zeros(x.shape, x.dtype) for x in once]
+        stacks, memory, once = lax.fori_loop(0, self._count(count), turn, start)
+        found = [x[:count] for x in memory] if uneven else [x[None] for x in tree.result(memory)]
+        return [x[:count] for x in stacks], found, once
 
     def _combined(self, ops: Sequence[str], found: list) -> list:
         """Returns the results over the values of all devices."""
@@ -215,14 +238,6 @@ def _without_sign_of_zero(x: Any, op: str) -> Any:
     if op != "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return jnp.where(x == 0, jnp.zeros_like(x), x)
-
-
-def _results(section: Section) -> dict:
-    return {
-        v: at
-        for eqn, done in zip(section.eqns, section.works)
-        for v, at in zip(eqn.outvars, done.states)
-    }
 
 
 def _at_least_two(x: Any) -> Any:
