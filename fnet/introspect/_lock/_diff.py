@@ -41,6 +41,10 @@ class Change:
         phase: "forward", "backward" or "recomputed".
         was, now: the equation, type or number in the old and in the new lock, "" if there is none.
         follows: whether an earlier change explains this one, because the equation reads from it.
+
+    >>> before, after = (introspect.lock(f, jnp.ones(3)) for f in (jnp.sin, jnp.cos))
+    >>> print(introspect.diff(before, after).first)
+    outside of all layers: `sin f32[3] : f32[3]` is now `cos f32[3] : f32[3]`
     """
 
     kind: str

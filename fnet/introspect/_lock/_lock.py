@@ -191,6 +191,12 @@ def read_lock(path: str | os.PathLike) -> Lock:
     Raises:
         ValueError: the file is no lock file, has an unknown version, or was changed.
         OSError: the file cannot be read.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     introspect.lock(jnp.tanh, jnp.ones((2, 3))).save(f"{folder}/tanh.lock")
+    ...     introspect.read_lock(f"{folder}/tanh.lock").step
+    'tanh'
     """
     try:
         text = Path(path).read_bytes().decode()
