@@ -585,3 +585,21 @@ def test_a_column_that_a_planned_step_sets():
     _, (got, _) = planned(step, lambda key: jnp.asarray(w), x, mesh=plan_mesh, strategy="fsdp")
     gradient = x.T @ (2 * (x @ np.where(np.arange(512) == 0, 0, w)))
     np.testing.assert_allclose(got, w - np.where(np.arange(512) == 0, 0, gradient), rtol=1e-5)
+
+
+def test_a_plan_for_absent_chips_of_a_step_with_attention_and_an_avoided_operation():
+    def init(key):
+        return jax.random.normal(key, (8, 16))
+
+    def step(w, x):
+        def loss(w):
+            y = (x @ w).reshape(4, 6, 4, 4)
+            y = nn.dot_product_attention(y, y, y, causal=True)[:, ::2]  # padded in the gradient
+            return (y**2).mean()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - gradient, {"loss": value}
+
+    x = jnp.ones((4, 6, 8))
+    plan = parallel.plan(step, init, x, devices="v5e:2x2", compile=False)
+    assert {row for avoided in plan.avoided for row in avoided.rows} >= {misdivided.PADDING}

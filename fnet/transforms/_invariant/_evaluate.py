@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -15,6 +16,7 @@ from fnet import _jax, jaxpr
 from fnet.transforms._invariant._layout import at_size, is_open, open_axes, size
 
 _KEYED = ("random_bits", "random_split")
+_TYPE = type(jax.typeof(np.float32(0)))
 
 
 class Size(NamedTuple):
@@ -96,7 +98,7 @@ def _numbers(rows: int, /, **params: Any) -> dict[str, Any]:
 def _closed(value: Any, rows: int) -> Any:
     if is_open(value):
         return size(value, rows)
-    if isinstance(value, jax.core.ShapedArray):  # the result of a callback
+    if isinstance(value, _TYPE):  # of the result of a callback
         return value.update(shape=at_size(value.shape, rows))
     if type(value) in (tuple, list):
         return type(value)(_closed(x, rows) for x in value)
