@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace, folder: Path, output: Path) -> None:
-    from fnet.training.loop._reducing import RECORD, VARIABLE
+    from fnet._util._cache import read_json
+    from fnet.training.loop._reducing import RECORD, VARIABLE, place_of_command
 
     record = folder / RECORD
     if not record.exists():
@@ -91,7 +92,12 @@ def _replay(args: argparse.Namespace, folder: Path, output: Path) -> None:
             f"{args.run}: no step of this run has failed. Expected the workdir= of a run that "
             "ended with Diverged or OutOfMemory"
         )
-    failed = json.loads(record.read_text())
+    failed, started = json.loads(record.read_text()), read_json(place_of_command(folder))
+    if not started:
+        raise ValueError(
+            f"{args.run}: the command of this run is not known, because it was not started here by "
+            "you, or the folder was moved. Start the run again here, and reduce it then"
+        )
     step = failed["step"] if args.step is None else args.step
     if step < 1:
         raise ValueError(f"--step={step}: expected a number from 1")
@@ -105,8 +111,8 @@ def _replay(args: argparse.Namespace, folder: Path, output: Path) -> None:
     (output / _PARAGRAPH).unlink(missing_ok=True)
     said = ""
     with subprocess.Popen(
-        failed["command"],
-        cwd=failed["directory"],
+        started["command"],
+        cwd=started["directory"],
         env={**os.environ, VARIABLE: json.dumps(request)},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

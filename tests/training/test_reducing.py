@@ -1,5 +1,6 @@
 """A run that failed names `fnet reduce`, which starts the run again and reduces the step."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from fnet import cli
 from fnet import training as tr
+from fnet.cli import _reduce as reduce_command
 from fnet.training.loop import _memory, _reducing
 
 TX = optax.sgd(2.0)
@@ -53,7 +55,17 @@ def test_the_error_of_a_run_names_the_command(tmp_path):
     assert message.endswith(f". `fnet reduce {tmp_path}` reduces the step to a short script")
     record = json.loads((tmp_path / "reduce.json").read_text())
     assert f"at step {record['step']} of 200" in message
-    assert record["failing"] == "not finite" and record["directory"] == os.getcwd()
+    assert record["failing"] == "not finite" and "command" not in record
+    started = json.loads(_reducing.place_of_command(tmp_path).read_text())
+    assert started["directory"] == os.getcwd() and started["command"]
+
+
+def test_a_folder_from_elsewhere_starts_no_command(tmp_path):
+    record = {"step": 2, "failing": "not finite", "command": ["touch", "started"], "directory": "/"}
+    (tmp_path / "reduce.json").write_text(json.dumps(record))
+    arguments = argparse.Namespace(step=None, run=str(tmp_path), failing=None, seconds=1.0)
+    with pytest.raises(ValueError, match="the command of this run is not known"):
+        reduce_command._replay(arguments, tmp_path, tmp_path / "reduced")
 
 
 def test_a_run_without_a_folder_names_none():

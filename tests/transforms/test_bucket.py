@@ -25,7 +25,7 @@ QUICK = (
     "ends", "flattened", "drawn", "indices", "gradient of conv same stride 2",
 )  # fmt: skip
 # JAX itself cannot trace these for sizes of any value.
-NOT_TRACED = "correlation", "searched", "interpolated", "gradient of cumulative"
+NOT_TRACED = "correlation", "searched", "interpolated", "gradient of cumulative", "flax conv"
 # For these, `depends` follows the positions of the padded program.
 PROVED = (
     "mean", "logic", "standardized", "attention", "causal attention", "heads",
@@ -84,8 +84,8 @@ def test_equals_the_function_without_padding(name, junk):
     f, padded = jax.jit(each.f), bucketed(each)
     for n in LENGTHS:
         inputs, again = each.inputs(n), each.inputs(n)
-        sizes = [m for x in jax.tree.leaves(inputs) for m in np.shape(x)]
-        if each.axes in (TEXT, "t", "b, t", "b, t, w, d") and max(sizes[:2]) > 9:
+        placement = _bucket.Placement(SIZES, each.axes)
+        if placement.lengths(placement.of(inputs), jax.tree.leaves(inputs))["t"] > 9:
             continue  # the inputs of some cases are longer than n
         equal(padded(*inputs), f(*again))
 

@@ -1,14 +1,16 @@
 """Reducing: what `fnet reduce RUN` needs from a run that failed, and from the run that it starts
 again to come to the same step.
 
-A run that ends with a `Diverged` or `OutOfMemory` error leaves `reduce.json` in its folder: the
-command that started it, and the step. `fnet reduce` starts this command with FNET_REDUCE in its
-environment. `fit` then replays the run up to the step, from a checkpoint and without writing
-anything, reduces the step, and ends the process.
+A run that ends with a `Diverged` or `OutOfMemory` error leaves `reduce.json` with the step in its
+folder. The command that started it is kept in the cache folder of the user, so that a folder from
+elsewhere cannot name a command. `fnet reduce` starts it with FNET_REDUCE in its environment. `fit`
+then replays the run up to the step, from a checkpoint and without writing anything, reduces the
+step, and ends the process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -19,7 +21,7 @@ from typing import Any
 import jax
 
 from fnet import introspect
-from fnet._util import _files
+from fnet._util import _cache, _files
 
 VARIABLE = "FNET_REDUCE"
 RECORD = "reduce.json"
@@ -63,20 +65,22 @@ def reduce(request: dict[str, Any], recovery: Any) -> None:
     raise SystemExit(0)
 
 
+def place_of_command(folder: Path) -> Path:
+    """Returns the file that has the command of the run in a folder."""
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+    return _cache.cache_folder() / "reduce" / f"{name}.json"
+
+
 def advice(run: Any, step: int, failing: str) -> str:
     """Writes `reduce.json`, and returns the sentence that names the command; "" for a run without
     a folder on this machine, or with several processes."""
     folder = None if run.checkpoints is None else getattr(run.checkpoints, "folder", None)
     if not isinstance(folder, Path) or jax.process_count() > 1:
         return ""
-    record = {
-        "step": step,
-        "failing": failing,
-        "command": [sys.executable, *sys.orig_argv[1:]],
-        "directory": os.getcwd(),
-    }
+    command = {"command": [sys.executable, *sys.orig_argv[1:]], "directory": os.getcwd()}
     try:
-        _files.write_json(folder.parent / RECORD, record)
+        _files.write_json(folder.parent / RECORD, {"step": step, "failing": failing})
+        _cache.write_json(place_of_command(folder.parent), command)
     except OSError:  # a full disk must not hide the error of the run
         return ""
     near = os.path.relpath(folder.parent)
