@@ -50,9 +50,10 @@ class Finding:
         count: the number of arguments that are inputs of the equation; the others are cotangents.
 
     >>> from jax.sharding import PartitionSpec as P
-    >>> found = parallel.check(jnp.sum, jnp.ones(8), mesh={"data": 2}, shardings=P("data"))
-    >>> [(each.scope, each.what, each.factor) for each in found.findings]
-    []
+    >>> gradient = jax.grad(lambda x: (x[1::2] ** 2).sum())
+    >>> found = parallel.check(gradient, jnp.ones(12), mesh={"data": 4}, shardings=P("data"))
+    >>> [(each.primitive, each.known) for each in found.findings]
+    [('slice', ('interior_padding',)), ('pad', ('interior_padding',))]
     """
 
     primitive: str

@@ -220,7 +220,6 @@ def _gradient_equations(equation: Equation) -> list:
     program = Program("", types(alone.shapes), types(results))
     cotangents = [y for y in results if _cases.inexact((y.shape, str(y.dtype)))]
     closed = _jax.make_jaxpr(_cases.gradient(alone.function, program))(*alone.shapes, *cotangents)
-    entries: list = []
     everything, recorded = _program.recording(closed)
     jax.eval_shape(everything, *alone.shapes, *cotangents)
     entries, _ = recorded()

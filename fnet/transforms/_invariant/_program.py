@@ -58,6 +58,7 @@ class Program:
         self._since = dict.fromkeys(self.states, 0)  # the phase in which a variable is known
         self._in_loop: set = set()  # rows that a loop computes
         self._made: dict[Any, tuple[Any, Work]] = {}  # rows that are made of nothing, where needed
+        self._results = set(_variables(self.outputs))
         sections: dict = collections.defaultdict(Section)
         for eqn in program.eqns:
             done = work(eqn, [None if _is_literal(v) else self.states[v] for v in eqn.invars])
@@ -71,7 +72,7 @@ class Program:
         given = _variables(eqn.invars)
         in_loop = done.kind in ("row", "parts")
         of_nothing = eqn.primitive.name in _OF_NOTHING and not any(map(self.states.get, given))
-        if done.kind == "row" and of_nothing and eqn.outvars[0] not in _variables(self.outputs):
+        if done.kind == "row" and of_nothing and eqn.outvars[0] not in self._results:
             phase = max((self._since[v] for v in given), default=0)
             self._made[eqn.outvars[0]] = eqn, done
         else:
@@ -94,7 +95,7 @@ class Program:
 
     def _connect(self) -> None:
         """Determines what the sections read and write."""
-        needed = set(_variables(self.outputs))
+        needed = set(self._results)
         for section in self._sections():
             self._make(section)
             made = {v for eqn in section.eqns for v in eqn.outvars}
