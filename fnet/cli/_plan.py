@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
@@ -118,10 +119,8 @@ def found(name: str) -> tuple:
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise ValueError(f"there is no file {where}")
-        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-        module = importlib.util.module_from_spec(spec)
         sys.path.insert(0, str(Path(where).resolve().parent))
-        spec.loader.exec_module(module)
+        module = _loaded(Path(where))
     else:
         sys.path.insert(0, "")
         try:
@@ -144,6 +143,28 @@ def found(name: str) -> tuple:
             f"{f'{len(made)} values' if isinstance(made, tuple) else type(made).__name__}"
         )
     return made
+
+
+class _AsWritten(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it stands. Cached bytecode is told by the file's second and size
+    alone, so after an edit of one digit it could still be the old program."""
+
+    def get_code(self, fullname):
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _loaded(file: Path):
+    """The module of a Python file, registered under the file's name unless another module has
+    it (a dataclass looks for the module in which it is defined)."""
+    loader = _AsWritten(file.stem, str(file))
+    module = importlib.util.module_from_spec(
+        importlib.util.spec_from_file_location(file.stem, file, loader=loader)
+    )
+    known = sys.modules.get(file.stem)
+    if known is None or getattr(known, "__file__", None) == module.__file__:
+        sys.modules[file.stem] = module
+    loader.exec_module(module)
+    return module
 
 
 def _mesh(text: str) -> dict[str, int]:
