@@ -376,7 +376,7 @@ def test_a_long_plan_says_what_it_does(capsys, tmp_path, monkeypatch):
     (tmp_path / "planned.py").write_text(PLANNED)
     code, out, err = run(capsys, "plan", f"{tmp_path}/planned.py:small")
     assert code == 0 and "chosen" in out and "so far" not in out
-    assert re.search(r"^fnet plan: compiling (\S+), 0 s so far$", err, re.MULTILINE)
+    assert re.search(r"^fnet plan: compiling (\S+) \(1 of 2\), 0 s so far$", err, re.MULTILINE)
 
 
 def test_the_example_in_the_help_of_plan(capsys, tmp_path, monkeypatch):

@@ -82,6 +82,11 @@ def define(commands: Any) -> None:
     plan.add_argument(
         "--estimate", action="store_true", help="estimate the cost without compiling the step"
     )
+    plan.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="also draw the strategies' times and memory (.png, .svg or .pdf; needs matplotlib)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,6 +112,9 @@ def run(args: argparse.Namespace) -> int:
         heartbeat.begin("describing the plan")
         text = str(plan)
     print(text)
+    if args.plot:
+        plan.compare().plot(args.plot)
+        print(args.plot)
     return 0
 
 

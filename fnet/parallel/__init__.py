@@ -17,6 +17,7 @@ The guide is docs/parallel.md.
 """
 
 from fnet.parallel._channel import PeersGone
+from fnet.parallel._comparison import Comparison
 from fnet.parallel._feed import feed
 from fnet.parallel._initialize import initialize
 from fnet.parallel._ledger import Ledger, Transfer, ledger
@@ -32,6 +33,7 @@ __all__ = [
     "STRATEGIES",
     "Candidate",
     "Checked",
+    "Comparison",
     "Finding",
     "Ledger",
     "OnChips",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from fnet._util._text_table import aligned
 from fnet.cost._roofline import seconds_text
-from fnet.parallel import _cost
+from fnet.parallel import _comparison, _cost
+from fnet.parallel._comparison import mib
 
 
 def table(plan) -> str:
@@ -16,7 +16,7 @@ def table(plan) -> str:
     room = f"{memory / 2**30:,.1f} GiB each" if memory else "of unknown memory"
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     said = [f"{plan.target}, {room}: {plan.strategy}, {plan.options.words}", f"mesh: {mesh}", ""]
-    said += _rows(plan)
+    said += _comparison.lines(plan.candidates)
     said += ["", *_sent(plan)]
     if plan.replicated:
         more = f"; and {len(plan.replicated) - 3} more" if len(plan.replicated) > 3 else ""
@@ -56,58 +56,12 @@ def table(plan) -> str:
     return "\n".join(said)
 
 
-def _rows(plan) -> list[str]:
-    """Returns the lines of the table of strategies. How a column's numbers are known stands in its
-    head; where that differs from row to row, estimates carry a `~`."""
-    known = [_known(each) for each in plan.candidates]  # [candidate][column]
-    names = ("state", "peak", "sent", "best time")
-    bases = [{row[column][1] for row in known} for column in range(len(names))]
-    heads = [("strategy", *names, "bound", ""), ("MiB on a chip", *map(_basis, bases), "", "")]
-    lines = []
-    for each, row in zip(plan.candidates, known):
-        cells = [
-            f"~{text}" if basis == "estimated" and len(all_bases) > 1 else text
-            for (text, basis), all_bases in zip(row, bases)
-        ]
-        lines.append((each.strategy, *cells, each.time.bound, each.verdict))
-    return aligned([*heads, *lines], left=(0, 5, 6))
-
-
-def _basis(bases: set[str]) -> str:
-    """How a column's numbers are known."""
-    others = bases - {"estimated"}
-    if not others:
-        return "estimated"
-    return ", ".join(sorted(others)) + ", ~est." * ("estimated" in bases)
-
-
-def _known(candidate) -> list[tuple[str, str]]:
-    """A row's numbers, each with how it is known: "exact", "compiled" or "estimated"."""
-    compiled = candidate.compiled
-    peak = "compiled" if compiled and compiled.peak is not None else "estimated"
-    sent = "compiled" if compiled and compiled.ledger is not None else "estimated"
-    total = candidate.ledger.sent
-    if sent == "estimated":
-        total += candidate.estimate.between.sent
-    return [
-        (_mib(candidate.persistent), "exact" if candidate.exact else "estimated"),
-        (_mib(candidate.peak), peak),
-        (_mib(total), sent),
-        (seconds_text(candidate.time.seconds), "estimated"),
-    ]
-
-
-def _mib(nbytes: float) -> str:
-    mebibytes = nbytes / 2**20
-    return f"{mebibytes:,.0f}" if mebibytes >= 100 else f"{mebibytes:,.2f}"
-
-
 def _sent(plan) -> list[str]:
     """Returns one line for each strategy that fits into memory, with the bytes that each kind of
     collective sends. The selected strategy is first."""
     each = plan.chosen
     lines = []
-    for one in sorted(plan.candidates, key=lambda one: one.options != plan.options):
+    for one in sorted(plan.candidates, key=lambda one: one is not each):
         if one.verdict.startswith(("rejected", "not compiled", "unknown")):
             continue
         how = "compiled" if one.compiled and one.compiled.ledger is not None else "estimated"
@@ -115,7 +69,7 @@ def _sent(plan) -> list[str]:
         for transfer in one.ledger.transfers:
             by_kind[transfer.collective] = by_kind.get(transfer.collective, 0.0) + transfer.sent
         said = [
-            f"{name} {_mib(sent)}"
+            f"{name} {mib(sent)}"
             for name, sent in sorted(by_kind.items(), key=lambda item: -item[1])
         ]
         lines.append(
@@ -126,7 +80,13 @@ def _sent(plan) -> list[str]:
         among = "of these" if each.compiled and each.compiled.ledger is not None else "and"
         lines.append(
             f"{among} between {'slices' if plan.chip.kind == 'tpu' else 'machines'}: "
-            f"{_mib(each.estimate.between.sent)} (estimated)"
+            f"{mib(each.estimate.between.sent)} (estimated)"
+        )
+    if each.compiled and each.compiled.peak:
+        off = each.estimate.peak / each.compiled.peak - 1
+        lines.append(
+            f"peak memory of each chip: {mib(each.compiled.peak)} MiB (compiled), "
+            f"{mib(each.estimate.peak)} (estimated, {off:+.0%})"
         )
     if each.compiled and each.compiled.arguments:
         same = (
@@ -135,7 +95,7 @@ def _sent(plan) -> list[str]:
             else (f"{each.compiled.arguments - each.arguments:+,} bytes from the prediction")
         )
         lines.append(
-            f"state and its part of the batch on each chip: {_mib(each.compiled.arguments)} MiB "
+            f"state and its part of the batch on each chip: {mib(each.compiled.arguments)} MiB "
             f"(compiled), {same}"
         )
     return lines
@@ -169,7 +129,7 @@ def _costs(plan) -> list[str]:
     said = [
         f"a step at the chips' peak rates (estimated): {seconds_text(time.seconds)}, bound by "
         f"{time.bound} ({', '.join(parts)}), {units.count / time.seconds:,.0f} {units.name}/s at "
-        "most"
+        f"most, {plan.chosen.mfu}"
     ]
     return said + [
         "at that speed (estimated): " + each.replace("UNITS", units.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +13,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import hardware
+from fnet.cost import MFU
 from fnet.jaxpr import Compiled, Form, misdivided, pack
 from fnet.parallel import _check, _compile, _cost, _explain, _mesh
+from fnet.parallel._combinations import Combination
+from fnet.parallel._comparison import Comparison
 from fnet.parallel._estimate import Estimate
 from fnet.parallel._ledger import Ledger
 from fnet.parallel._pins import Avoided
@@ -29,6 +32,7 @@ class Candidate:
 
     Attributes:
         options: the strategy, a `Strategy`; the property `strategy` is its name.
+        mesh: the lengths of the mesh's axes, {axis: length}.
         persistent: the bytes of the state in each chip's memory, padding included.
         arguments: the same for the state and the batch together.
         exact: whether `persistent` and `arguments` are exact, or else estimated.
@@ -36,6 +40,8 @@ class Candidate:
         compiled: the peak memory and the transfers of the compiled program, or None if the step was
             not compiled with this strategy.
         time: the times of a step at the chips' peak rates; `time.seconds` is a lower bound.
+        mfu: the model FLOPs utilization in that time, a `cost.MFU`: an estimate of the most that
+            the strategy can reach.
         verdict: why the strategy was not chosen, or a text that begins with "chosen".
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
@@ -46,17 +52,23 @@ class Candidate:
     """
 
     options: Strategy
+    mesh: Mapping[str, int]
     persistent: int
     arguments: int
     exact: bool
     estimate: Estimate
     compiled: _compile.Compiled | None
     time: _cost.Time
+    mfu: MFU
     verdict: str = ""
 
     @property
     def strategy(self) -> str:
         return str(self.options)
+
+    @property
+    def combination(self) -> Combination:
+        return Combination(self.options, tuple(self.mesh.items()))
 
     @property
     def peak(self) -> int:
@@ -150,7 +162,8 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate:
-        return next(each for each in self.candidates if each.options == self.options)
+        mine = Combination(self.options, tuple(self.mesh.shape.items()))
+        return next(each for each in self.candidates if each.combination == mine)
 
     def init(self, key: jax.Array) -> Any:
         """Creates the state `init(key)`. Each device creates only its own part."""
@@ -290,6 +303,20 @@ class Plan:
         return _explain.table(self)
 
     __str__ = explain
+
+    def compare(self) -> Comparison:
+        """Returns the compared strategies as a table, which `plot` draws.
+
+            print(plan.compare())                       # a line for each strategy and mesh
+            plan.compare().plot("plan.png")             # their times and memory
+
+        >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {})
+        >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
+        >>> plan = parallel.plan(step, init, jnp.ones((8, 3)), devices="v5e:2x2", compile=False)
+        >>> [row[:2] for row in plan.compare().table()[2:4]]
+        [['data', 'data=4'], ['zero1', 'data=4']]
+        """
+        return Comparison(self)
 
 
 def on_mesh(plan: Plan, step: Callable) -> Callable:

@@ -16,7 +16,7 @@ from fnet.cost import Count
 from fnet.cost._roofline import seconds_text
 from fnet.hardware import Chip
 from fnet.parallel import _check, _cost, _mesh
-from fnet.parallel._planner import ROOM, Drafts
+from fnet.parallel._drafts import ROOM, Drafts
 from fnet.parallel._strategies import Strategy
 from fnet.parallel._targets import Target, target
 from fnet.parallel._trace import Traced

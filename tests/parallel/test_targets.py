@@ -14,7 +14,7 @@ import pytest
 from fnet import models, parallel
 from fnet import training as tr
 from fnet import transforms as ft
-from fnet.parallel import _planner, _targets
+from fnet.parallel import _drafts, _planner, _targets
 from fnet.parallel._targets import target
 
 TX = optax.adamw(1e-3)
@@ -212,7 +212,7 @@ def test_one_chip(no_compilers):
     )
     assert f"recomputed, in 8 microbatches: {by_slices:,} rows (estimated)" in text
     fits = parallel.plan(step, init, rows(most), devices="RTX 3080", strategy="data")
-    assert fits.chosen.peak <= _planner.ROOM * fits.chip.memory_bytes < 1.03 * fits.chosen.peak
+    assert fits.chosen.peak <= _drafts.ROOM * fits.chip.memory_bytes < 1.03 * fits.chosen.peak
     again = parallel.plan(step, init, rows(int(1.1 * most)), devices="RTX 3080")
     assert again.strategy == "data+remat" and "rejected: over 92% of 10.0 GiB" in again.explain()
     with pytest.raises(

@@ -13,7 +13,7 @@ from fnet import hardware as hw
 from fnet import layers as nn
 from fnet import parallel
 from fnet import training as tr
-from fnet.parallel import _planner
+from fnet.parallel import _drafts
 from fnet.training.loop._recompile import Arguments
 
 TX = optax.sgd(0.1)
@@ -192,7 +192,7 @@ def test_other_errors_of_xla_are_raised_as_they_are():
 def planned(monkeypatch):
     """(plan on two devices, initial state) of a step that does not fit, which planning itself would
     refuse."""
-    monkeypatch.setattr(_planner, "ROOM", 1e9)
+    monkeypatch.setattr(_drafts, "ROOM", 1e9)
     init = lambda key: tr.TrainState.create(MODEL.init(key, jnp.zeros((1, 1)))[0], TX)
     plan = parallel.plan(
         wide_step,

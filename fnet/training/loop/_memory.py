@@ -11,9 +11,9 @@ import jax
 
 from fnet import _jax
 from fnet import hardware as hw
-from fnet.parallel import Plan, _planner
+from fnet.parallel import Plan, _drafts
+from fnet.parallel._drafts import ROOM
 from fnet.parallel._estimate import Estimate, Split, estimate
-from fnet.parallel._planner import ROOM
 from fnet.training.checkpoints import _leaves
 
 _SHOWN = 6
@@ -163,7 +163,7 @@ def _most_that_fit(peak: Callable[[int], int], fails: int, at_fails: int, room: 
 
 def _estimated(step, state, batch, plan) -> Estimate:
     if plan is not None:
-        return _planner.needs(plan, step, state, batch)
+        return _drafts.needs(plan, step, state, batch)
     closed = _jax.make_jaxpr(step)(state, batch)
     return estimate(closed, [Split()] * len(closed.jaxpr.invars), {"data": 1})
 
