@@ -18,7 +18,7 @@ from fnet.cost import MFU, mfu
 from fnet.cost._count import Count
 from fnet.cost._tiles import Stored, stored
 from fnet.parallel import _cost, _mesh, _trace
-from fnet.parallel._estimate import Estimate, Split, estimate
+from fnet.parallel._estimate import Estimate, Followed, Split
 from fnet.parallel._plan import Candidate, Plan, rows_over
 from fnet.parallel._sharding_rules import applied, path_of
 from fnet.parallel._shardings import is_parameter, layout, stated
@@ -26,6 +26,7 @@ from fnet.parallel._strategies import Strategy, takes_slices
 
 ROOM = 0.92  # fraction of a chip's memory that a program may use; the runtime needs the rest
 DOUBT = 1.25  # an estimate of memory may be too high by this factor; strategies with higher estimates are not compiled
+_FAR = 64  # rows, in batches: up to here, it is checked whether memory grows with them
 
 
 class Drafts:
@@ -82,8 +83,9 @@ class Drafts:
 
     def candidate(self, option: Strategy) -> Candidate:
         self.announce(f"estimating {option}")
-        closed, counted = self.traced(option)
+        counted = self.traced.count(option)
         draft = self.plan(option)
+        found = self.followed(option).estimate()
         persistent = _held(self.state, draft.state, self.chips.chip)
         arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
         candidate = Candidate(
@@ -92,15 +94,19 @@ class Drafts:
             persistent.bytes,
             arguments.bytes,
             arguments.exact,
-            _estimated(draft, closed, self.state, self.batch),
+            _with_padding(found, draft, self.state, self.batch),
             None,
             _cost.Time(None, None, None),
             MFU(None),
         )
         return self.timed(candidate, counted)
 
+    def followed(self, option: Strategy) -> Followed:
+        splits, options = _situation(self.plan(option), self.state, self.batch)
+        return self.traced.followed(option, tuple(splits), self.axes, **options)
+
     def timed(self, each: Candidate, counted: Count | None = None) -> Candidate:
-        counted = counted or self.traced(each.options)[1]
+        counted = counted or self.traced.count(each.options)
         state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state))
         sent, between = each.ledger.sent, each.estimate.between.sent
         if each.compiled and each.compiled.ledger:
@@ -139,41 +145,68 @@ class Drafts:
 
     def rows(self, option: Strategy) -> int:
         """Returns the largest number of rows of a batch with which the given strategy fits into the
-        memory of the devices.
-
-        Peak memory is roughly linear in the number of rows. The search therefore interpolates
-        linearly between two numbers of rows that it has tried: the largest number that fits into
-        memory, and the smallest number that does not fit. If all or none of the tried numbers fit,
-        the search extrapolates from two of these numbers.
-        """
+        memory of the devices."""
         given = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
+        plan = self.plan(option)
+        search = functools.partial(
+            largest,
+            room=ROOM * self.memory,
+            first=max(2, given) * option.microbatches,
+            unit=option.microbatches * self.chips.count,
+        )
+        resized = lambda rows: _resized(self.batch, given, rows)
 
-        def resized(x: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
-            if not x.ndim:
-                return x
-            return jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
+        def retraced(rows: int) -> float:
+            program = self.traced.resized(option, resized(rows))
+            return _estimated(plan, program, self.state, resized(rows)).peak
 
-        def peak(rows: int) -> float:
-            batch = jax.tree.map(lambda x: resized(x, rows), self.batch)
-            program = self.traced.resized(option, batch)
-            return _estimated(self.plan(option), program, self.state, batch).peak
+        if given % option.microbatches:
+            return search(retraced)
+        followed = self.followed(option)
 
-        room = ROOM * self.memory
-        unit = option.microbatches * self.chips.count
-        first = max(2, given) * option.microbatches
-        tried = {rows: peak(rows) for rows in (first, 2 * first)}
-        for _ in range(8):
-            below = sorted((rows for rows in tried if tried[rows] <= room), reverse=True)
-            above = sorted(rows for rows in tried if tried[rows] > room)
-            if below and tried[below[0]] > 0.98 * room:
-                break
-            a, b = (below[0], above[0]) if below and above else (below or above)[:2]
-            bytes_per_row = max(1.0, (tried[b] - tried[a]) / (b - a))
-            guess = max(1, int(a + (room - tried[a]) / bytes_per_row) // unit) * unit
-            if guess in tried:
-                break
-            tried[guess] = peak(guess)
-        return max((rows for rows, needs in tried.items() if needs <= room), default=0)
+        def scaled(rows: int) -> float:
+            estimate = followed.estimate(rows / given)
+            return _with_padding(estimate, plan, self.state, resized(rows)).peak
+
+        most = search(scaled)
+        far = given * max(_FAR, 2 ** math.ceil(math.log2(max(given, most) / given)))
+        if self.traced.proportional(option, far // given, resized(far)):
+            return most
+        return search(retraced)
+
+
+def _resized(batch, given: int, rows: int):
+    """Returns the shapes of a batch with `rows` rows instead of the `given` ones."""
+
+    def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not x.ndim:
+            return x
+        return jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(leaf, batch)
+
+
+def largest(peak: Callable[[int], float], *, room: float, first: int, unit: int) -> int:
+    """Returns the largest number of rows, a multiple of `unit`, whose peak is at most `room`, or 0.
+
+    Peak memory is roughly linear in the number of rows. The search therefore interpolates linearly
+    between two numbers of rows that it has tried: the largest number that fits into memory, and the
+    smallest number that does not fit. If all or none of the tried numbers fit, the search
+    extrapolates from two of these numbers.
+    """
+    tried = {rows: peak(rows) for rows in (first, 2 * first)}
+    for _ in range(8):
+        below = sorted((rows for rows in tried if tried[rows] <= room), reverse=True)
+        above = sorted(rows for rows in tried if tried[rows] > room)
+        if below and tried[below[0]] > 0.98 * room:
+            break
+        a, b = (below[0], above[0]) if below and above else (below or above)[:2]
+        bytes_per_row = max(1.0, (tried[b] - tried[a]) / (b - a))
+        guess = max(1, int(a + (room - tried[a]) / bytes_per_row) // unit) * unit
+        if guess in tried:
+            break
+        tried[guess] = peak(guess)
+    return max((rows for rows, needs in tried.items() if needs <= room), default=0)
 
 
 def _shards(tree, shardings) -> list[jax.ShapeDtypeStruct]:
@@ -212,22 +245,27 @@ def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
 
 
 def _estimated(plan, closed, state, batch) -> Estimate:
-    """Estimates the memory and transfers of a plan's step on each device. The estimated peak memory
-    is at least the size of the padded arguments of the step."""
-    chip, axes = plan.chip, dict(plan.mesh.shape)
-    alone = all(n == 1 for name, n in axes.items() if name not in ("slice", "data"))
+    """Estimates the memory and transfers of a plan's step on each device."""
+    splits, options = _situation(plan, state, batch)
+    found = Followed(closed, splits, dict(plan.mesh.shape), **options).estimate()
+    return _with_padding(found, plan, state, batch)
+
+
+def _situation(plan, state, batch) -> tuple[list[Split], dict[str, Any]]:
+    """Returns how the inputs of a plan's step are split, and the options of `Followed`."""
+    chip = plan.chip
+    alone = all(n == 1 for name, n in plan.mesh.shape.items() if name not in ("slice", "data"))
     cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
     kernels = "cuda" if cudnn else "tpu" if chip.kind == "tpu" and alone else None
     splits = [_split(where.spec) for where in jax.tree.leaves(plan.state)]
     splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
-    found = estimate(
-        closed,
-        splits,
-        axes,
-        whole=plan.options.state == "zero1",
-        kernels=kernels,
-        casts=chip.kind != "cpu",
-    )
+    whole = plan.options.state == "zero1"
+    return splits, {"whole": whole, "kernels": kernels, "casts": chip.kind != "cpu"}
+
+
+def _with_padding(found: Estimate, plan, state, batch) -> Estimate:
+    """Adds the padding of the step's arguments to an estimate. The peak is at least their size."""
+    chip = plan.chip
     padded = (_held(state, plan.state, chip) + _held(batch, plan.batch, chip)).bytes
     unpadded = _unpadded(state, plan.state) + _unpadded(batch, plan.batch)
     return found._replace(peak=max(padded, found.peak + padded - unpadded))

@@ -13,23 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fnet import _jax
 from fnet.axes import batch_axes, before
 from fnet.cost._count import Kept, heavy
 from fnet.jaxpr import Frame, Scope, description, marks, nbytes, product, read, scan
 from fnet.parallel._ledger import Ledger, Transfer
-
-
-class Held(NamedTuple):
-    """An array that is live at the peak of memory use. `bytes` is the size of the array on a chip,
-    `what` is a description, and `line` is the source line that creates it."""
-
-    bytes: int
-    what: str
-    line: str
-
-    def __str__(self):
-        return f"{self.bytes / 2**20:,.0f} MiB {self.what}{f' at {self.line}' if self.line else ''}"
+from fnet.parallel._live import Held, Inner, Live, peak
 
 
 class Estimate(NamedTuple):
@@ -63,16 +51,9 @@ class Split(NamedTuple):
 NOWHERE = Split()
 
 
-def estimate(
-    closed,
-    arguments: list[Split],
-    mesh: dict[str, int],
-    *,
-    whole: bool = False,
-    kernels: str | None = None,
-    casts: bool = False,
-) -> Estimate:
-    """Estimates a step.
+class Followed:
+    """A step whose arrays were followed through the mesh: `estimate(rows)` is then quick, for any
+    number of rows.
 
     Args:
         closed: the jaxpr of the step.
@@ -87,41 +68,66 @@ def estimate(
         kernels: "cuda" or "tpu" if the chip has attention kernels that never store the attention
             weights; otherwise None (default).
     """
-    jaxpr = closed.jaxpr
-    walk = _Walk(mesh, kernels, whole, casts)
-    for v, split in zip(jaxpr.invars, arguments):
-        if split.rows is None:
-            walk.remember(v.aval.shape, split)
-            if split.data:  # a scan reads the part of one layer
-                walk.remember(v.aval.shape[1:], _inside(split))
-    given = _given(jaxpr, arguments)
-    state = sum(walk.bytes(aval, split) for aval, split in given.values())
-    peak, live = walk.frame(read(jaxpr), given, 1, _Loop(1), outermost=True)
-    if (
-        whole and walk.data > 1
-    ):  # new parameters are gathered while gradients and old parameters are still alive
-        gathered = 0
-        for v, split in zip(jaxpr.invars, arguments):
-            if (
-                split.rows is None
-                and split.data is None
-                and walk.known.get(v.aval.shape, NOWHERE).data is not None
-            ):
+
+    def __init__(
+        self,
+        closed,
+        arguments: list[Split],
+        mesh: dict[str, int],
+        *,
+        whole: bool = False,
+        kernels: str | None = None,
+        casts: bool = False,
+    ):
+        jaxpr = closed.jaxpr
+        self.whole, self.arguments = whole, list(zip(jaxpr.invars, arguments))
+        self.walk = walk = _Walk(mesh, kernels, whole, casts)
+        for v, split in self.arguments:
+            if split.rows is None:
+                walk.remember(v.aval.shape, split)
+                if split.data:  # a scan reads the part of one layer
+                    walk.remember(v.aval.shape[1:], _inside(split))
+        self.given = _given(jaxpr, arguments)
+        self.live = walk.frame(read(jaxpr), self.given, 1, _Loop(1), outermost=True)
+        self.gathered = self._gathered() if whole and walk.data > 1 else 0
+
+    def _gathered(self) -> int:
+        """With ZeRO-1, new parameters are gathered while gradients and old ones are still alive."""
+        walk, gathered = self.walk, 0
+        for v, split in self.arguments:
+            known = walk.known.get(v.aval.shape, NOWHERE)
+            if split.rows is None and split.data is None and known.data is not None:
                 size = walk.bytes(v.aval, split)
                 walk.transfers.append(Transfer("all-gather", "", size, walk.data, 1))
                 gathered += size
-        peak = max(peak, 2 * gathered)
-    largest = [
-        Held(walk.bytes(v.aval, split), v.aval.str_short(), "an argument")
-        for v, split in zip(jaxpr.invars, arguments)
-    ] + live
-    largest.sort(key=lambda held: -held.bytes)
-    return Estimate(
-        state + peak,
-        Ledger(tuple(walk.transfers)),
-        Ledger(tuple(walk.between)),
-        tuple(largest[:12]),
-    )
+        return gathered
+
+    def estimate(self, rows: float = 1.0) -> Estimate:
+        """Estimates the step for a batch with `rows` times as many rows as it was traced with. The
+        transfers are those of the traced batch."""
+        walk = self.walk
+
+        def size(aval, split: Split) -> int:
+            times = 1.0 if split.rows is None else rows
+            return math.ceil(nbytes(aval) * times / walk.chips(split))
+
+        state = sum(size(*each) for each in self.given.values())
+        most, live = peak(self.live, size)
+        largest = [
+            Held(size(v.aval, split), v.aval.str_short(), "an argument")
+            for v, split in self.arguments
+        ]
+        return Estimate(
+            state + max(most, 2 * self.gathered),
+            Ledger(tuple(walk.transfers)),
+            Ledger(tuple(walk.between)),
+            tuple(sorted(largest + live, key=lambda held: -held.bytes)[:12]),
+        )
+
+
+def estimate(closed, arguments: list[Split], mesh: dict[str, int], **options) -> Estimate:
+    """Estimates a step. The arguments are those of `Followed`."""
+    return Followed(closed, arguments, mesh, **options).estimate()
 
 
 class _Loop(NamedTuple):
@@ -172,15 +178,15 @@ class _Walk:
         loop: _Loop,
         *,
         outermost=False,
-    ):
-        """Estimates the peak memory of the operations of one jaxpr, without the inputs of the
-        jaxpr. Returns the peak number of bytes, and the arrays that are live at this peak."""
+    ) -> Live:
+        """Follows the operations of one jaxpr. Returns what decides which arrays are live."""
         kept, values, same = Kept(frame, epilogues=loop.fused), dict(given), set(loop.same)
-        inner: dict[int, tuple[int, list]] = {}
+        inner: dict[int, list[Inner]] = {}
         extra: dict[int, int] = {}
         gathered = set()
         for at, op in enumerate(frame.ops):
-            splits = [NOWHERE if i is None else values[i][1] for i in op.ins]
+            # Neither literals nor the constants of jitted functions have an entry.
+            splits = [values[i][1] if i in values else NOWHERE for i in op.ins]
             if all(i is None or i in same for i in op.ins):
                 same.update(op.outs)
             # Inputs common to all iterations are gathered once. Accumulated sums are reduced over
@@ -193,71 +199,13 @@ class _Walk:
             if op.bodies:
                 inner[at] = self.bodies(op, splits, found, times)
             elif description(op.eqn.primitive).plain and self.plainly(op.eqn):
-                inner[at] = self.stand_in(op, splits)
-        return self.liveness(frame, kept, values, given, inner, extra, outermost)
+                inner[at] = [self.stand_in(op, splits)]
+        return Live(frame, kept, values, frozenset(given), inner, extra, outermost)
 
-    # Live arrays.
-
-    def liveness(self, frame, kept, values, given, inner, extra, outermost):
-        """Finds the operation during which the number of live bytes is largest. Returns the peak
-        number of live bytes, and the arrays that are live at this peak."""
-        order = {id(op): at for at, op in enumerate(frame.ops)}
-        last: dict[int, int] = {}
-        for op in reversed(kept.real):
-            # Last use of the inputs; a value not in memory is computed by its readers.
-            needed = order[id(op)]
-            for out in op.outs:
-                out = kept.name(out)
-                if not kept(out):
-                    needed = max(needed, last.get(out, needed))
-            for i in op.ins:
-                if i is not None:
-                    i = kept.name(i)
-                    last[i] = max(last.get(i, 0), needed)
-        size = lambda i: self.bytes(*values[i])
-        begins: dict[int, list[int]] = {}
-        dies: dict[int, list[int]] = {}
-        for op in kept.real:
-            for out in op.outs:
-                name = kept.name(out)
-                if name not in given and kept(name) and (name in last or name in kept.outputs):
-                    if outermost and name in kept.outputs and not heavy(op):
-                        continue  # the output overwrites an input
-                    begins.setdefault(order[id(op)], []).append(name)
-                    if name not in kept.outputs:
-                        dies.setdefault(last[name], []).append(name)
-        alive: dict[int, int] = {}
-        now, peak, then, deeper = 0, 0, [], []
-        for at, op in enumerate(frame.ops):
-            ending = dies.get(at, ())
-            reused = 0
-            if not heavy(op) or op.eqn.primitive.name == "scan":  # in place
-                reused = sum(alive[i] for i in ending if i in alive)
-            new = {i: size(i) for i in begins.get(at, ())}
-            needs, within = inner.get(at, (0, []))
-            total = now + max(0, sum(new.values()) - reused) + needs + extra.get(at, 0)
-            if total > peak:
-                peak, then, deeper = total, [*alive, *new], within
-            alive.update(new)
-            now += sum(new.values())
-            for i in ending:
-                now -= alive.pop(i, 0)
-        makers = {kept.name(out): op for op in kept.real for out in op.outs}
-        live = [
-            Held(
-                size(i),
-                values[i][0].str_short() + (f" of {makers[i].scope}" if makers[i].scope else ""),
-                _jax.line(makers[i].eqn),
-            )
-            for i in then
-        ]
-        return peak, [*live, *deeper]
-
-    def bodies(self, op, splits, found, times):
-        """Estimates the peak memory of each body of an operation. Returns the highest peak in
-        bytes, and the arrays that are live at this peak. The bodies of an operation are jaxprs, for
-        example the body of a scan or the branches of a `cond`."""
-        worst = 0, []
+    def bodies(self, op, splits, found, times) -> list[Inner]:
+        """Follows the bodies of an operation, for example the body of a scan or the branches of a
+        `cond`."""
+        followed = []
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)
             if sub.kind == "scan":
@@ -272,16 +220,16 @@ class _Walk:
                 ahead = len(jaxpr.constvars)
                 summed = frozenset(v.aval.size for v in jaxpr.outvars[:carry] if v.aval.shape)
                 loop = _Loop(times, frozenset(range(ahead + consts)), summed)
-            needs = self.frame(
+            live = self.frame(
                 frame,
                 _given(jaxpr, inputs),
                 times * (sub.times or 1) if sub.kind == "scan" else times,
                 loop,
             )
-            if sub.kind == "scan" and self.casts:
-                needs = needs[0] + self.cast(frame, op.eqn, splits, len(jaxpr.constvars)), needs[1]
-            worst = max(worst, needs, key=lambda each: each[0])
-        return worst
+            casts = sub.kind == "scan" and self.casts
+            more = self.cast(frame, op.eqn, splits, len(jaxpr.constvars)) if casts else 0
+            followed.append(Inner(live, more))
+        return followed
 
     def cast(self, frame, eqn, splits, ahead) -> int:
         """Returns the number of bytes that the stacked weights of a scan need on a chip after a
@@ -304,9 +252,8 @@ class _Walk:
         refusal = description(eqn.primitive).refusal
         return self.kernels is None or refusal is None or refusal(self.kernels, eqn) is not None
 
-    def stand_in(self, op, splits):
-        """Estimates the memory of a composite operation that is lowered to ordinary operations.
-        Returns the peak number of bytes, and the arrays that are live at this peak."""
+    def stand_in(self, op, splits) -> Inner:
+        """Follows a composite operation that is lowered to ordinary operations."""
         sent = self.transfers, self.between
         self.transfers, self.between = [], []
         plain = description(op.eqn.primitive).plain(op.eqn)
@@ -314,7 +261,7 @@ class _Walk:
             read(plain, Scope(op.scope)), _given(plain, splits), 1, _Loop(1, fused=True)
         )
         self.transfers, self.between = sent
-        return found
+        return Inner(found, 0)
 
     # Shardings and transfers.
 

@@ -146,7 +146,7 @@ def plan(
     held: tuple = ()
     if chips.count > 1:
         announce("checking how XLA divides the operations")
-        closed = traced(best.options)[0]
+        closed = traced.program(best.options)
         if traced.typed:
             with _mesh.tracing(places, True):
                 held = avoided_with_types(closed, places, (state, traced.batch))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fnet import hardware as hw
 from fnet import transforms as ft
@@ -286,6 +287,8 @@ def compare(
     batch = jax.tree.map_with_path(_check.shape, batch)
     rows = _check.rows(batch, 1)
     state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    # Jitted functions are traced once, whatever is made of them.
+    plain = Traced(jax.jit(step), state, batch)
     traced: dict[str, Traced] = {}
     columns = []
     for name in chips:
@@ -295,8 +298,9 @@ def compare(
         )
         key = "" if precision == "as written" else policy.compute.name
         if key not in traced:
-            cast = ft.autocast(step, policy) if key else step
-            traced[key] = Traced(cast, state, batch)
+            same = not key or policy.compute == jnp.float32
+            cast = plain.step if same else jax.jit(ft.autocast(plain.step, policy))
+            traced[key] = plain if same else Traced(cast, state, batch, plain=plain)
         columns.append(_column(name, on, policy, init, traced[key]))
     return SideBySide(
         tuple(columns),
@@ -323,7 +327,7 @@ def _column(name, on, policy, init, traced) -> OnChips:
     watts = (system and system.power_watts) or (
         chip.power_watts and chip.power_watts * chip.chips_of(on.count)
     )
-    counted = traced(_OPTIONS[0])[1]
+    counted = traced.count(_OPTIONS[0])
     peak = chip.peak(counted.dtype) if counted.dtype else None
     values = hw.flop_per_dollar(system if system and system.prices else chip, peak and peak.dtype)
     return OnChips(

@@ -3,7 +3,7 @@ state its shardings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from fnet import _jax, jaxpr
 from fnet.cost._count import Count, count_jaxpr
 from fnet.parallel import _check, _mesh
+from fnet.parallel._estimate import Followed, Split
 from fnet.parallel._plan import rows_over
 from fnet.parallel._shardings import scanned_leaves
 from fnet.parallel._strategies import Strategy, parse
@@ -24,15 +25,20 @@ class Traced:
     Attributes:
         state, batch: trees of shapes. If `typed`, the shapes have shardings.
         typed: whether the step and `init` state their shardings themselves.
+        plain: the same step with other dtypes, or itself.
     """
 
-    def __init__(self, step, state, batch, mesh=None, *, typed=False):
+    def __init__(self, step, state, batch, mesh=None, *, typed=False, plain=None):
+        self.plain: Traced = plain or self
+        self._followed: dict[Any, Followed] = {}
+        self._proportional: dict[Any, bool] = {}
         self.step, self.state, self.batch, self.mesh = step, state, batch, mesh
         self.typed = typed
         with _mesh.tracing(mesh, typed):
             closed, self.out = _jax.make_jaxpr(step, return_shape=True)(state, batch)
         _check.state(state, self.out)
-        self._found = {(False, 1): (closed, count_jaxpr(closed))}
+        self._programs: dict[Any, Any] = {(False, 1): closed}
+        self._counts: dict[Any, Count] = {}
         leaves = [path for path, _ in jax.tree.leaves_with_path(state)]
         self.scanned = scanned_leaves(closed.jaxpr, leaves)
         self.unused = _check.unused(closed.jaxpr.invars[len(leaves) :], closed.jaxpr, batch)
@@ -41,23 +47,68 @@ class Traced:
             closed.jaxpr.invars[: len(leaves)], closed.jaxpr, state
         )
 
-    def __call__(self, option: Strategy) -> tuple[Any, Count]:
+    def program(self, option: Strategy) -> Any:
+        """Returns the jaxpr of the step with a strategy."""
         key = option.remat, option.microbatches
-        if key not in self._found:
+        if key not in self._programs:
             with _mesh.tracing(self.mesh, self.typed):
                 closed = _jax.make_jaxpr(option.applied(self.step))(self.state, self.batch)
-            self._found[key] = closed, count_jaxpr(closed)
-        return self._found[key]
+            self._programs[key] = closed
+        return self._programs[key]
+
+    def count(self, option: Strategy) -> Count:
+        """Returns the FLOPs and bytes of the step with a strategy."""
+        key = option.remat, option.microbatches
+        if key not in self._counts:
+            self._counts[key] = count_jaxpr(self.program(option))
+        return self._counts[key]
+
+    def followed(
+        self, option: Strategy, splits: tuple[Split, ...], axes: Mapping[str, int], **options
+    ) -> Followed:
+        """Follows the arrays of the step through a mesh. The arguments are those of `Followed`."""
+        key = (
+            option.remat,
+            option.microbatches,
+            splits,
+            tuple(axes.items()),
+            tuple(options.items()),
+        )
+        if key not in self._followed:
+            self._followed[key] = Followed(
+                self.program(option), list(splits), dict(axes), **options
+            )
+        return self._followed[key]
+
+    def proportional(self, option: Strategy, times: float, batch: Any) -> bool:
+        """Whether the memory of the step's values follows from their rows, for up to `times` as
+        many rows as were traced: whether a trace with `batch`, which has so many, needs as much. A
+        step may divide larger batches into pieces, for example.
+
+        Recomputation and the dtypes of chips do not change whether a step does so."""
+        if self.plain is not self:
+            return self.plain.proportional(option, times, batch)
+        plain = Strategy("data", microbatches=option.microbatches)
+        key = plain, times
+        if key not in self._proportional:
+            splits = [Split()] * len(jax.tree.leaves(self.state))
+            splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
+            alone = {"whole": False, "kernels": None, "casts": False}  # as for a CPU
+            traced = self.followed(plain, tuple(splits), {"data": 1}, **alone)
+            larger = Followed(self.resized(plain, batch), splits, {"data": 1}, **alone)
+            expected, needed = traced.estimate(times).peak, larger.estimate().peak
+            self._proportional[key] = abs(expected / needed - 1) < 0.01
+        return self._proportional[key]
 
     def resized(self, option: Strategy, batch: Any) -> Any:
         """Returns the jaxpr of the step for a batch with another number of rows."""
         key = option, tuple(x.shape for x in jax.tree.leaves(batch))
-        if key not in self._found:
+        if key not in self._programs:
             if self.typed:
                 batch = split_rows(batch, self.mesh)
             with _mesh.tracing(self.mesh, self.typed):
-                self._found[key] = _jax.make_jaxpr(option.applied(self.step))(self.state, batch)
-        return self._found[key]
+                self._programs[key] = _jax.make_jaxpr(option.applied(self.step))(self.state, batch)
+        return self._programs[key]
 
 
 def traced(
