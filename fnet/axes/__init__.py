@@ -3,6 +3,7 @@ the batch axis goes, and the evaluation of a program after indices of an axis we
 
 - `TiedProgram`: a program that can be evaluated at reduced sizes of its axes.
 - `axis_map`: the axes of an equation's operands and results, by letters.
+- `resized`: the parameters of an equation for other sizes of its axes.
 - `batch_axes`: the batch axes of an equation's outputs.
 - `observe`: a program that tags the activations along the axes that can be reduced.
 """
@@ -13,7 +14,7 @@ from fnet.axes._observe import NAME as ACTIVATIONS
 from fnet.axes._observe import observe
 from fnet.axes._resize import TiedProgram
 from fnet.axes._resize import indices as remaining_indices
-from fnet.axes._table import axis_map
+from fnet.axes._table import axis_map, resized
 
 __all__ = [
     "ACTIVATIONS",
@@ -24,4 +25,5 @@ __all__ = [
     "before",
     "observe",
     "remaining_indices",
+    "resized",
 ]

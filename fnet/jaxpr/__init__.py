@@ -28,6 +28,7 @@ from fnet.jaxpr import _mutable as mutable
 from fnet.jaxpr._calls import (
     CALLS,
     INLINED,
+    Scan,
     bodies,
     call_name,
     donated,
@@ -125,6 +126,7 @@ __all__ = [
     "Interpreter",
     "Op",
     "Piece",
+    "Scan",
     "Scope",
     "Structure",
     "Traced",

@@ -21,6 +21,7 @@ from fnet.parallel._comparison import Comparison
 from fnet.parallel._feed import feed
 from fnet.parallel._initialize import initialize
 from fnet.parallel._ledger import Ledger, Transfer, ledger
+from fnet.parallel._pipeline import Pipelined, Schedule
 from fnet.parallel._plan import Candidate, Plan
 from fnet.parallel._planner import plan
 from fnet.parallel._sanitizer._check import check
@@ -38,7 +39,9 @@ __all__ = [
     "Ledger",
     "OnChips",
     "PeersGone",
+    "Pipelined",
     "Plan",
+    "Schedule",
     "SideBySide",
     "Strategy",
     "Transfer",

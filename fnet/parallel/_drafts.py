@@ -17,8 +17,10 @@ from fnet import _jax
 from fnet.cost import MFU, mfu
 from fnet.cost._count import Count
 from fnet.cost._tiles import Stored, stored
+from fnet.jaxpr import misdivided
 from fnet.parallel import _cost, _mesh, _trace
 from fnet.parallel._estimate import Estimate, Followed, Split
+from fnet.parallel._pipeline import Pipelined, stages, waiting, with_stages
 from fnet.parallel._plan import Candidate, Plan, rows_over
 from fnet.parallel._sharding_rules import applied, path_of
 from fnet.parallel._shardings import is_parameter, layout, stated
@@ -50,7 +52,8 @@ class Drafts:
             if is_parameter(path, state)
         ]
         self.ruled = applied(rules, parameters, axes)
-        working = {name for spec in self.ruled.values() for name in spec} | {"slice", "data"}
+        working = {name for spec in self.ruled.values() for name in spec}
+        working |= {"slice", "data", "stage"}
         # Devices that do the same work.
         self.alike = math.prod(n for name, n in axes.items() if name not in working)
         chip = chips.chip
@@ -73,13 +76,27 @@ class Drafts:
             self.batch,
             self.traced.unused,
             self.init,
+            pipeline=self.pipeline(option),
+        )
+
+    @functools.lru_cache(None)  # noqa: B019
+    def pipeline(self, option: Strategy) -> tuple[Pipelined, ...]:
+        if option.state != "pipeline":
+            return ()
+        return stages(
+            self.traced.program(option),
+            misdivided.with_automatic_axes(self.places),
+            self.state,
+            self.batch,
+            microbatches=option.microbatches if option.microbatches > 1 else None,
+            rounds=option.rounds,
         )
 
     @functools.lru_cache(None)  # noqa: B019 (lives only while a plan is created)
     def layout(self, kind):
         if kind == "explicit":
             return stated(self.state)
-        return layout(self.state, kind, self.axes["data"], self.traced.scanned, self.ruled)
+        return layout(self.state, kind, self.axes, self.traced.scanned, self.ruled)
 
     def candidate(self, option: Strategy) -> Candidate:
         self.announce(f"estimating {option}")
@@ -102,8 +119,9 @@ class Drafts:
         return self.timed(candidate, counted)
 
     def followed(self, option: Strategy) -> Followed:
-        splits, options = _situation(self.plan(option), self.state, self.batch)
-        return self.traced.followed(option, tuple(splits), self.axes, **options)
+        plan = self.plan(option)
+        splits, options = _situation(plan, self.state, self.batch)
+        return self.traced.followed(option, tuple(splits), _axes(plan), **options)
 
     def timed(self, each: Candidate, counted: Count | None = None) -> Candidate:
         counted = counted or self.traced.count(each.options)
@@ -114,6 +132,7 @@ class Drafts:
         time = _cost.time(
             counted, self.chips, state, each.persistent, max(0, sent), between, alike=self.alike
         )
+        time = waiting(time, self.pipeline(each.options))
         return dataclasses.replace(each, time=time, mfu=self.utilization(counted, time.seconds))
 
     def utilization(self, counted: Count, seconds: float | None) -> MFU:
@@ -247,14 +266,22 @@ def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
 def _estimated(plan, closed, state, batch) -> Estimate:
     """Estimates the memory and transfers of a plan's step on each device."""
     splits, options = _situation(plan, state, batch)
-    found = Followed(closed, splits, dict(plan.mesh.shape), **options).estimate()
+    found = Followed(closed, splits, _axes(plan), **options).estimate()
     return _with_padding(found, plan, state, batch)
+
+
+def _axes(plan) -> dict[str, int]:
+    """The mesh of a plan, as `Followed` sees it."""
+    axes = dict(plan.mesh.shape)
+    if plan.pipeline:  # what is kept is split over as many chips as the rows outside of the layers
+        axes["data"] *= axes["stage"]
+    return axes
 
 
 def _situation(plan, state, batch) -> tuple[list[Split], dict[str, Any]]:
     """Returns how the inputs of a plan's step are split, and the options of `Followed`."""
     chip = plan.chip
-    alone = all(n == 1 for name, n in plan.mesh.shape.items() if name not in ("slice", "data"))
+    alone = all(n == 1 for name, n in plan.mesh.shape.items() if name not in rows_over(plan.mesh))
     cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
     kernels = "cuda" if cudnn else "tpu" if chip.kind == "tpu" and alone else None
     splits = [_split(where.spec) for where in jax.tree.leaves(plan.state)]
@@ -266,6 +293,8 @@ def _situation(plan, state, batch) -> tuple[list[Split], dict[str, Any]]:
 def _with_padding(found: Estimate, plan, state, batch) -> Estimate:
     """Adds the padding of the step's arguments to an estimate. The peak is at least their size."""
     chip = plan.chip
+    if plan.pipeline:
+        found = with_stages(found, plan.pipeline)
     padded = (_held(state, plan.state, chip) + _held(batch, plan.batch, chip)).bytes
     unpadded = _unpadded(state, plan.state) + _unpadded(batch, plan.batch)
     return found._replace(peak=max(padded, found.peak + padded - unpadded))
@@ -278,4 +307,6 @@ def _split(spec) -> Split:
         for name in (names if isinstance(names, tuple) else (names,))
     ]
     data = next((i for i, name in over if name == "data"), None)
+    if data is not None:  # outside of the layers of a pipeline, also over "stage"
+        over = [(i, name) for i, name in over if name != "stage"]
     return Split(None, data, tuple((i, name) for i, name in over if name not in (None, "data")))

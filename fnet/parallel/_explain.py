@@ -7,6 +7,7 @@ import jax
 from fnet.cost._roofline import seconds_text
 from fnet.parallel import _comparison, _cost
 from fnet.parallel._comparison import mib
+from fnet.parallel._pipeline import described
 
 
 def table(plan) -> str:
@@ -25,7 +26,7 @@ def table(plan) -> str:
             + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.replicated[:3])
             + more
         ]
-    working = {"slice", "data"}
+    working = set(plan.axes)
     for where in jax.tree.leaves(plan.state):
         for names in where.spec:
             working |= set(names if isinstance(names, tuple) else (names,))
@@ -36,6 +37,7 @@ def table(plan) -> str:
                 f"no rule uses the mesh axis {name}, so the {size} devices along it do the same "
                 f"work"
             ]
+    said += described(plan.pipeline)
     said += _avoided(plan)
     if plan.unused:
         said += [f"leaves of the batch that the step does not read: {', '.join(plan.unused)}"]

@@ -126,7 +126,8 @@ def sizes(target: Target, asked: Asked) -> dict[str, int]:
     fixed = math.prod(n for n in lengths.values() if n != -1)
     if "slice" not in lengths and target.groups > 1:
         # An axis for the slices, if the lengths leave room for it.
-        if open_axes or fixed * target.groups == target.count:
+        room = target.count % (fixed * target.groups) == 0
+        if (open_axes and room) or fixed * target.groups == target.count:
             lengths["slice"] = target.groups
             fixed *= target.groups
     if open_axes:

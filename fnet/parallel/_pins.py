@@ -59,11 +59,11 @@ def pin(
             of the batch is split. Default 1.
         activations: whether activations are constrained. Default True.
     """
-    interpreter = _Pins(mesh, axis, activations)
+    interpreter = Pins(mesh, axis, activations)
 
     @jaxpr.wraps(step)
     def pinned(*args, **kwargs):
-        interpreter.given = _rows((*args, kwargs), batch)
+        interpreter.given = row_axes((*args, kwargs), batch)
         return interpreter.run(step, args, kwargs)
 
     return pinned
@@ -92,8 +92,8 @@ def avoided(
     the mesh. `closed` is the jaxpr of the step."""
     if not any(misdivided.in_equation(eqn, mesh) for eqn in jaxpr.equations(closed.jaxpr)):
         return ()
-    interpreter = _Pins(mesh, axis, False)
-    interpreter.given = _rows((state, batch), 1)
+    interpreter = Pins(mesh, axis, False)
+    interpreter.given = row_axes((state, batch), 1)
     jax.eval_shape(
         lambda arrays: interpreter.outputs(closed, arrays), jax.tree.leaves((state, batch))
     )
@@ -181,7 +181,7 @@ def _whole(eqn, mesh) -> misdivided.Whole | None:
     return None
 
 
-def _rows(args, batch) -> list[int | None]:
+def row_axes(args, batch) -> list[int | None]:
     """Returns for each array of the arguments the index of its batch axis, which is 0 in argument
     number `batch`."""
     return [
@@ -192,7 +192,7 @@ def _rows(args, batch) -> list[int | None]:
     ]
 
 
-class _Pins(Interpreter):
+class Pins(Interpreter):
     """Evaluates a jaxpr, and adds sharding constraints that keep activations split along the batch
     axis. The attribute `note` of each value in the jaxpr is the index of its batch axis, `PARTIAL`
     for a partial sum over the batch, or None."""
@@ -422,7 +422,8 @@ class _Pins(Interpreter):
             i
             for i in range(carry)
             if inside[consts + i] is None
-            and _only_added_to(program, program.invars[consts + i], program.outvars[i])
+            and len(program.invars[consts + i].aval.shape) > 1
+            and only_added_to(program, program.invars[consts + i], program.outvars[i])
         )
         while found:
             notes = [PARTIAL if i - consts in found else note for i, note in enumerate(inside)]
@@ -503,7 +504,7 @@ def _linear(eqn) -> bool:
     )
 
 
-def _only_added_to(program, before, after) -> bool:
+def only_added_to(program, before, after) -> bool:
     """Whether the body of a scan only adds a value to a carry, and does not use the carry in any
     other way."""
     # c + c reads c twice.
@@ -515,7 +516,6 @@ def _only_added_to(program, before, after) -> bool:
         and not any(v is after for eqn in program.eqns for v in eqn.invars)
         and not any(v is before for v in program.outvars)  # a returned carry must be complete
         and sum(v is after for v in program.outvars) == 1
-        and len(before.aval.shape) > 1
     )
 
 

@@ -21,6 +21,7 @@ from fnet.parallel._comparison import Comparison
 from fnet.parallel._estimate import Estimate
 from fnet.parallel._ledger import Ledger
 from fnet.parallel._pins import Avoided
+from fnet.parallel._pipeline import Pipelined
 from fnet.parallel._strategies import Strategy
 from fnet.parallel._targets import Target
 from fnet.transforms._modules import ModuleStep, batch_names, items_of
@@ -107,6 +108,7 @@ class Plan:
         avoided: an `Avoided` for each equation of the step that XLA would divide wrongly on this
             mesh and that `plan.jit` makes right: the names of the faults, the scope, and the bytes
             of the arrays that each device holds unsplit for it.
+        pipeline: a `Pipelined` for each scan over layers that runs as a pipeline, with its schedule.
         init_fn: the function `init` that was passed to `parallel.plan`.
         form: what the state has beside its arrays, if it has modules of flax.nnx or Equinox, or
             None. `state` has nested dicts in their places.
@@ -130,6 +132,7 @@ class Plan:
     form: Form | None = dataclasses.field(default=None, repr=False)
     candidates: tuple[Candidate, ...] = ()
     avoided: tuple[Avoided, ...] = ()
+    pipeline: tuple[Pipelined, ...] = ()
     _find_largest: Callable | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -349,5 +352,5 @@ def on_mesh(plan: Plan, step: Callable) -> Callable:
 
 
 def rows_over(mesh) -> tuple[str, ...]:
-    """The mesh axes over which the rows of a batch are split."""
-    return tuple(name for name in ("slice", "data") if name in mesh.shape)
+    """The mesh axes over which the rows of a batch are split, outside of the stages of a pipeline."""
+    return tuple(name for name in ("slice", "data", "stage") if name in mesh.shape)

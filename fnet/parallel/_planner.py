@@ -16,8 +16,9 @@ from fnet.parallel import _check, _combinations, _compile, _explain, _mesh, _ran
 from fnet.parallel._combinations import Combination
 from fnet.parallel._drafts import DOUBT, ROOM, Drafts
 from fnet.parallel._pins import avoided, avoided_with_types
+from fnet.parallel._pipeline import depth
 from fnet.parallel._plan import Candidate, Plan, rows_over
-from fnet.parallel._strategies import ladder
+from fnet.parallel._strategies import Strategy, ladder
 from fnet.parallel._targets import target
 from fnet.transforms._modules import of_arrays
 
@@ -68,7 +69,8 @@ def plan(
             "auto" (default) compares them all, "fsdp" compares "fsdp" and "fsdp+pins".
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}, where one may be
             -1. The batch is split over "data", which is computed if absent, and over "slice", an
-            axis that several slices or machines get by default. Or a `jax.sharding.Mesh` or
+            axis that several slices or machines get by default, and the layers of the step over
+            "stage", which makes a pipeline. Or a `jax.sharding.Mesh` or
             `AbstractMesh` with an axis "data", whose axes keep their types; a `Mesh` also states
             the devices.
         rules: tensor parallelism, as a dict: a regular expression for the complete path of a
@@ -86,8 +88,9 @@ def plan(
         TypeError: `step` or `init` is not a function.
         ValueError: no strategy fits into memory (the error lists the largest arrays); the strategy
             or the chip is unknown; the rows are not a multiple of the devices; a rule matches no
-            parameter; the mesh has no axis "data"; the step changes the structure of the state; or
-            a step that states its own shardings gets rules or a strategy for one device.
+            parameter; the mesh has no axis "data"; the layers cannot be divided into stages; the
+            step changes the structure of the state; or a step that states its own shardings gets
+            rules or a strategy for one device.
 
     Source: Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023.
 
@@ -113,8 +116,16 @@ def plan(
     step, of_key, form = of_arrays(step, init)
     traced = _trace.traced(step, of_key, batch, places, strategy, ruled=bool(rules))
     state = traced.state
+    if rules and (axes.get("stage", 1) > 1 or strategy.startswith("pipeline")):
+        raise ValueError(
+            "plan: rules= cannot be combined with the stages of a pipeline, whose layers are split "
+            "over 'stage' alone; leave out rules= or the stages"
+        )
     rungs = _combinations.combinations(
-        ladder(strategy, step, rows, rows_by, typed=traced.typed), chips, mesh
+        ladder(strategy, step, rows, rows_by, typed=traced.typed, staged=axes.get("stage", 1) > 1),
+        chips,
+        mesh,
+        lambda: depth(traced.program(Strategy("pipeline")), state),
     )
 
     @functools.lru_cache(None)

@@ -4,6 +4,7 @@ is not split."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,13 +35,19 @@ def stated(state) -> Layout:
 
 
 def layout(
-    state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None
+    state,
+    kind: str,
+    mesh: Mapping[str, int],
+    scanned: frozenset[str],
+    ruled: dict[str, tuple] | None = None,
 ) -> Layout:
     """Returns the partition specs of a state. If `kind` is "data", no leaf is split. If `kind` is
-    "zero1", all leaves except parameters are split. If `kind` is "fsdp", all leaves are split.
-    Small leaves and leaves without a suitable axis are replicated.
+    "zero1", all leaves except parameters are split. If `kind` is "fsdp", all leaves are split. If
+    `kind` is "pipeline", leaves over whose first axis a scan runs are split along this axis over
+    "stage", and all others over "data" and "stage". Small leaves and leaves without a suitable axis
+    are replicated.
 
-    An array is split along the largest axis whose size is a multiple of `chips`. If several axes
+    An array is split along the largest axis whose size is a multiple of the devices. If several axes
     have the largest size, the array is split along the last of these axes. An array is never split
     along an axis that a sharding rule already splits. An array is also never split along an axis
     over which a scan runs, because each iteration of the scan would need a transfer. Leaves of the
@@ -51,8 +58,8 @@ def layout(
 
     Args:
         state: a tree of shapes.
-        kind: "data", "zero1" or "fsdp".
-        chips: number of chips that share the state.
+        kind: "data", "zero1", "fsdp" or "pipeline".
+        mesh: the mesh axes, {name: length}.
         scanned: paths of the leaves that a scan slices along their first axis.
         ruled: a dict {path of a parameter: its partition spec}, derived from the user's sharding
             rules. Default None.
@@ -61,6 +68,9 @@ def layout(
     model = {path: leaf.shape for path, leaf in leaves if is_parameter(path, state)}
     named = {(path[1:], shape): path for path, shape in model.items() if path[1:]}
     beside, by_path = _beside(state, ()), {}
+    stages = mesh["stage"] if kind == "pipeline" else 1
+    over = ("data", "stage") if kind == "pipeline" else "data"
+    chips = mesh["data"] * stages
     specs, whole = [], []
     for path, leaf in leaves:
         source = next(
@@ -75,7 +85,12 @@ def layout(
         if kind == "data" or (kind == "zero1" and path in model):
             specs.append(P(*mine))
             continue
-        spec, reason = _spec(leaf.shape, chips, mine, first=jax.tree_util.keystr(source) in scanned)
+        layers = jax.tree_util.keystr(source) in scanned
+        if kind == "pipeline" and layers and leaf.shape[0] % stages == 0:
+            by_path[path] = P("stage")
+            specs.append(P("stage"))
+            continue
+        spec, reason = _spec(leaf.shape, chips, mine, over, first=layers)
         if source in beside:
             values = by_path.get(beside[source], P())
             names = [name if n % chips == 0 else None for name, n in zip(values, leaf.shape)]
@@ -87,7 +102,7 @@ def layout(
     return Layout(jax.tree.unflatten(structure, specs), whole)
 
 
-def _spec(shape, chips, mine, *, first):
+def _spec(shape, chips, mine, over, *, first):
     if math.prod(shape) < SMALL:
         return P(*mine), "small"
     taken = {i for i, name in enumerate(mine) if name is not None}
@@ -100,7 +115,7 @@ def _spec(shape, chips, mine, *, first):
         return P(*mine), f"no axis of {list(shape)} is a multiple of {chips}"
     axis = max(axes, key=lambda i: (shape[i], i))
     spec = [*mine, *[None] * (len(shape) - len(mine))]
-    spec[axis] = "data"
+    spec[axis] = over
     while spec[-1] is None:
         spec.pop()
     return P(*spec), None

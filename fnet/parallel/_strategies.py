@@ -11,6 +11,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from fnet.parallel._pins import pin, rightly_divided
+from fnet.parallel._pipeline import pipelined
 from fnet.transforms._rematerialize import rematerialize
 
 # name -> description, simplest first
@@ -20,6 +21,7 @@ STRATEGIES = {
     "fsdp": "parameters and optimizer's state split",
     "fsdp+pins": "parameters and optimizer's state split, activations pinned to the batch",
     "explicit": "state and activations split as their types on the explicit mesh say",
+    "pipeline": "layers on the stages of a pipeline, the rest of the state split over all chips",
 }
 MOST = 64  # maximum number of microbatches
 
@@ -29,10 +31,13 @@ class Strategy(NamedTuple):
 
     Attributes:
         state: what of the state is split: "data" (nothing), "zero1" (the optimizer's state), "fsdp"
-            (everything) or "explicit" (what init and the step state themselves).
+            (everything), "explicit" (what init and the step state themselves) or "pipeline" (the
+            layers over the stages of a pipeline, the rest over all chips).
         pins: whether sharding constraints keep the activations split along the batch axis.
         remat: whether the backward pass recomputes activations instead of reading stored ones.
-        microbatches: the number of slices of a batch that are processed one after another.
+        microbatches: the number of slices of a batch that are processed one after another. In a
+            pipeline, that of the microbatches that travel from stage to stage, or 1 for the default.
+        rounds: the number of groups of layers on each stage of a pipeline.
 
     >>> str(parallel.Strategy("fsdp", pins=True, remat=True))
     'fsdp+pins+remat'
@@ -42,18 +47,25 @@ class Strategy(NamedTuple):
     pins: bool = False
     remat: bool = False
     microbatches: int = 1
+    rounds: int = 1
 
     def __str__(self):
         slices = f"microbatches={self.microbatches}" if self.microbatches > 1 else ""
+        rounds = f"rounds={self.rounds}" if self.rounds > 1 else ""
         return "+".join(
-            filter(None, (self.state, "pins" * self.pins, "remat" * self.remat, slices))
+            filter(None, (self.state, "pins" * self.pins, "remat" * self.remat, slices, rounds))
         )
+
+    @property
+    def slices(self) -> int:
+        """The number of slices into which the step itself divides a batch, with `ft.microbatch`."""
+        return 1 if self.state == "pipeline" else self.microbatches
 
     @property
     def words(self) -> str:
         """The description of the strategy, a text."""
         more = [", activations recomputed in the backward pass"] * self.remat
-        more += [f", {self.microbatches} microbatches one after another"] * (self.microbatches > 1)
+        more += [f", {self.slices} microbatches one after another"] * (self.slices > 1)
         return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)
 
     def applied(
@@ -63,13 +75,16 @@ class Strategy(NamedTuple):
         there are neither pins nor sums that move out of loops. `axes` are the mesh axes over which
         the batch is split. Only for "explicit" may the axes of `mesh` be explicit.
         """
-        if self.microbatches > 1:
-            step = functools.partial(step, microbatches=self.microbatches)
+        if self.slices > 1:
+            step = functools.partial(step, microbatches=self.slices)
         step = rematerialize(step) if self.remat else step
         if mesh is None or mesh.size == 1:
             return step
         if self.state == "explicit":
             return rightly_divided(step, mesh)
+        if self.state == "pipeline":
+            number = self.microbatches if self.microbatches > 1 else None
+            return pipelined(step, mesh, microbatches=number, rounds=self.rounds)
         return pin(step, mesh, axes[0] if len(axes) == 1 else axes, activations=self.pins)
 
 
@@ -82,31 +97,48 @@ def parse(strategy: str) -> Strategy | None:
     if strategy == "auto":
         return None
     state, *more = strategy.split("+")
-    slices = [
-        int(found[1]) for part in more if (found := re.fullmatch(r"microbatches=(\d+)", part))
-    ]
-    option = Strategy(state, "pins" in more, "remat" in more, slices[0] if slices else 1)
+    number = lambda name: next(
+        (int(found[1]) for part in more if (found := re.fullmatch(rf"{name}=(\d+)", part))), 1
+    )
+    option = Strategy(
+        state, "pins" in more, "remat" in more, number("microbatches"), number("rounds")
+    )
     if (
-        state not in ("data", "zero1", "fsdp", "explicit")
+        state not in ("data", "zero1", "fsdp", "explicit", "pipeline")
         or str(option) != strategy
         or (option.pins and state != "fsdp")
+        or (option.rounds > 1 and state != "pipeline")
     ):
         raise ValueError(
             f"plan: unknown strategy {strategy!r}; there are auto, {', '.join(STRATEGIES)}, each "
-            "also with +remat and +microbatches=N, in this order"
+            "also with +remat and +microbatches=N, in this order, and pipeline with +rounds=N"
         )
     return option
 
 
 def ladder(
-    strategy: str, step: Callable, rows: int, chips: int, *, typed: bool = False
+    strategy: str,
+    step: Callable,
+    rows: int,
+    chips: int,
+    *,
+    typed: bool = False,
+    staged: bool = False,
 ) -> list[list[Strategy]]:
     """Returns the strategies to try, as a list of lists of strategies. The strategies of a list are
     tried only if no strategy of the preceding lists fits into memory. `typed` states whether the
-    step states its own shardings."""
+    step states its own shardings, and `staged` whether the mesh has an axis "stage"."""
     option = parse(strategy)
-    if option is not None and option.microbatches > 1:
-        slices(step, option.microbatches, rows, chips)
+    if option is not None and option.slices > 1:
+        slices(step, option.slices, rows, chips)
+    if staged and option is not None and option.state != "pipeline":
+        raise ValueError(
+            f"plan: the mesh axis 'stage' is for the stages of a pipeline; got strategy "
+            f"{strategy!r}. Use strategy='pipeline' or 'auto', or another name for the axis"
+        )
+    if staged and option is None:
+        option = Strategy("pipeline")
+        return [[option], [option._replace(remat=True)]]
     if option is not None:
         return [
             [option, option._replace(pins=True)]

@@ -49,7 +49,7 @@ class Traced:
 
     def program(self, option: Strategy) -> Any:
         """Returns the jaxpr of the step with a strategy."""
-        key = option.remat, option.microbatches
+        key = option.remat, option.slices
         if key not in self._programs:
             with _mesh.tracing(self.mesh, self.typed):
                 closed = _jax.make_jaxpr(option.applied(self.step))(self.state, self.batch)
@@ -58,7 +58,7 @@ class Traced:
 
     def count(self, option: Strategy) -> Count:
         """Returns the FLOPs and bytes of the step with a strategy."""
-        key = option.remat, option.microbatches
+        key = option.remat, option.slices
         if key not in self._counts:
             self._counts[key] = count_jaxpr(self.program(option))
         return self._counts[key]
@@ -69,7 +69,7 @@ class Traced:
         """Follows the arrays of the step through a mesh. The arguments are those of `Followed`."""
         key = (
             option.remat,
-            option.microbatches,
+            option.slices,
             splits,
             tuple(axes.items()),
             tuple(options.items()),
@@ -88,7 +88,7 @@ class Traced:
         Recomputation and the dtypes of chips do not change whether a step does so."""
         if self.plain is not self:
             return self.plain.proportional(option, times, batch)
-        plain = Strategy("data", microbatches=option.microbatches)
+        plain = Strategy("data", microbatches=option.slices)
         key = plain, times
         if key not in self._proportional:
             splits = [Split()] * len(jax.tree.leaves(self.state))

@@ -152,6 +152,34 @@ def trained():
     return {"params": np.asarray(state.params).tolist(), "loss": evaluate["all"](state)["loss"]}
 
 
+def staged():
+    """Two steps of layers on stages that lie on both processes."""
+
+    def init(key):
+        return {"params": jax.random.normal(key, (8, 16, 16)) / 4}
+
+    def step(state, x):
+        def loss(w):
+            y, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, w)
+            return jnp.square(y - 1).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        return {"params": state["params"] - 0.1 * grads}, {"loss": value}
+
+    x = np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)
+    plan = parallel.plan(step, init, x, devices=jax.devices(), mesh={"stage": len(jax.devices())})
+    state, spread, alone = plan.init(jax.random.key(0)), plan.jit(step), init(jax.random.key(0))
+    own = np.split(x, COUNT)[ME]
+    seen = []
+    for batch in parallel.feed(iter([own] * 2), plan):
+        state, metrics = spread(state, batch)
+        alone, wanted = jax.jit(step)(alone, x)
+        seen.append([float(metrics["loss"]), float(wanted["loss"])])
+    mine = [(shard.index[0].start, shard.data) for shard in state["params"].addressable_shards]
+    errors = [float(jnp.abs(y - alone["params"][i : i + 1]).max()) for i, y in mine]
+    return {"losses": seen, "layers": [i for i, _ in mine], "errors": errors}
+
+
 def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)  # programs are small
@@ -160,6 +188,8 @@ def main():
     assert jax.process_count() == COUNT and len(jax.devices()) == EACH * COUNT
     if CASE == "fit":
         return trained()
+    if CASE == "stages":
+        return staged()
     if CASE != "orderly":
         return {CASE: run(CASE)}
     came = {case: run(case) for case in ("ragged", "dropped")}

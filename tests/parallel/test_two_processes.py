@@ -120,6 +120,17 @@ def test_fit_on_two_processes(free_port, tmp_path):
     )
 
 
+def test_stages_on_two_processes(free_port):
+    """Four layers on each process, through which microbatches travel."""
+    ends = pair("stages", free_port)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    said = [json.loads(out.splitlines()[-1]) for _, out, *_ in ends]
+    assert [each["layers"] for each in said] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for each in said:
+        np.testing.assert_allclose(*zip(*each["losses"]), rtol=1e-5)
+        assert max(each["errors"]) < 1e-6
+
+
 # Batches are exchanged ahead of the steps, so the number of the last exchanged batch varies if a
 # process ends or hangs.
 LATE = r"feed: process %d \(.+\) did not come within 2 s, at batch %s, so the others cannot continue; restart all "
