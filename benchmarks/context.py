@@ -67,6 +67,8 @@ def shown(name, **options):
 def main(argv):
     del argv
     count = 16
+    for strategy in ("data", "fsdp+pins", "fsdp+pins+remat"):
+        shown("time split", mesh={"data": 1, "context": count}, strategy=strategy)
     for strategy in ("data", "data+remat"):
         shown(
             "heads and features split",

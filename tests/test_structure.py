@@ -20,7 +20,7 @@ IMPORTS = {
     "cost": "_util hardware jaxpr",
     "native": "_jax _util hardware jaxpr",
     "transforms": "_jax _util axes hardware jaxpr native",
-    "parallel": "_jax _util axes cost hardware jaxpr transforms",
+    "parallel": "_jax _util axes cost hardware jaxpr layers transforms",
     "compress": "_jax _util axes cost hardware jaxpr native transforms",
     "models": "_util compress jaxpr layers transforms",
     "export": "_jax _util jaxpr layers",

@@ -4,12 +4,12 @@ the batch axis goes, and the evaluation of a program after indices of an axis we
 - `TiedProgram`: a program that can be evaluated at reduced sizes of its axes.
 - `axis_map`: the axes of an equation's operands and results, by letters.
 - `resized`: the parameters of an equation for other sizes of its axes.
-- `batch_axes`: the batch axes of an equation's outputs.
+- `batch_axes`, `through`: the batch axes of an equation's outputs, and of a jaxpr's.
 - `observe`: a program that tags the activations along the axes that can be reduced.
 """
 
 from fnet.axes._axis_map import AxisMap
-from fnet.axes._follow import batch_axes, before
+from fnet.axes._follow import batch_axes, before, through
 from fnet.axes._observe import NAME as ACTIVATIONS
 from fnet.axes._observe import observe
 from fnet.axes._resize import TiedProgram
@@ -26,4 +26,5 @@ __all__ = [
     "observe",
     "remaining_indices",
     "resized",
+    "through",
 ]

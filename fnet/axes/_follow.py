@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fnet import _jax
@@ -11,15 +11,25 @@ from fnet.jaxpr._calls import bodies, scan
 from fnet.jaxpr._primitives import description
 
 Note = int | None  # the position of the axis, if an array has it
+Rule = Callable[[Any, Sequence[Note]], list[Note] | None]
 _UNKNOWN = frozenset(("while", "shard_map"))
 
 
-def batch_axes(eqn: Any, notes: Sequence[Note], pieces: int = 1) -> list[Note]:
+def batch_axes(
+    eqn: Any, notes: Sequence[Note], pieces: int = 1, rule: Rule | None = None
+) -> list[Note]:
     """Returns the batch axis of each output of an equation. `notes` contains the batch axis of each
     input. None in `notes` or in the result means that a value has no batch axis, or that its batch
-    axis is unknown. The argument `pieces` is the number of devices over which the axis is split."""
+    axis is unknown. The argument `pieces` is the number of devices over which the axis is split.
+
+    To follow another axis than that of the batch, `rule(eqn, notes)` can return what is different
+    for it, or else None. It is called for each equation, also for those inside of others.
+    """
     name = eqn.primitive.name
-    if name in _UNKNOWN or all(note is None for note in notes):
+    if rule is not None and (known := rule(eqn, notes)) is not None:
+        return known
+    nowhere = all(note is None for note in notes)
+    if name in _UNKNOWN or (nowhere and (rule is None or not bodies(eqn))):
         return [None] * len(eqn.outvars)
     if (axes := axis_map(eqn)) is not None:
         given = [(i, note) for i, note in enumerate(notes) if note is not None]
@@ -27,13 +37,13 @@ def batch_axes(eqn: Any, notes: Sequence[Note], pieces: int = 1) -> list[Note]:
             given.reverse()
         found = _first(axes.follow(i, note, pieces) for i, note in given)
     elif name == "scan":
-        found = _scanned(eqn, notes, pieces)
+        found = _scanned(eqn, notes, pieces, rule)
     elif name == "cond":
-        found = _branched(eqn, notes, pieces)
+        found = _branched(eqn, notes, pieces, rule)
     elif description(eqn.primitive).batch_first:
         found = [_first_note(notes)] * len(eqn.outvars)
     elif len(inside := bodies(eqn)) == 1 and inside[0].kind == "call":
-        found = _through(inside[0].jaxpr, notes, pieces)
+        found = through(inside[0].jaxpr, notes, pieces, rule)
     else:
         found = _alike(eqn, notes)
     return [
@@ -51,12 +61,14 @@ def _first(found: Iterable[Sequence[Note]]) -> list[Note]:
     return [_first_note(notes) for notes in zip(*found)]
 
 
-def _through(jaxpr: Any, notes: Sequence[Note], pieces: int) -> list[Note]:
+def through(
+    jaxpr: Any, notes: Sequence[Note], pieces: int = 1, rule: Rule | None = None
+) -> list[Note]:
     """Returns the batch axes of the outputs of a jaxpr, given the batch axes of its inputs."""
     axes = dict(zip(jaxpr.invars, notes))
     read = lambda v: None if isinstance(v, _jax.Literal) else axes.get(v)
     for eqn in jaxpr.eqns:
-        axes.update(zip(eqn.outvars, batch_axes(eqn, list(map(read, eqn.invars)), pieces)))
+        axes.update(zip(eqn.outvars, batch_axes(eqn, list(map(read, eqn.invars)), pieces, rule)))
     return list(map(read, jaxpr.outvars))
 
 
@@ -88,13 +100,13 @@ def _after(note: Note) -> Note:
     return None if note is None else note + 1
 
 
-def _scanned(eqn: Any, notes: Sequence[Note], pieces: int) -> list[Note]:
+def _scanned(eqn: Any, notes: Sequence[Note], pieces: int, rule: Rule | None) -> list[Note]:
     parts = scan(eqn)
     consts, carried, sliced = parts.split(notes)
     sliced = list(map(before, sliced))
     # A carry without a batch axis, such as initial zeros, may get one.
     for _ in range(parts.carry + 1):
-        found = _through(parts.jaxpr, [*consts, *carried, *sliced], pieces)
+        found = through(parts.jaxpr, [*consts, *carried, *sliced], pieces, rule)
         joined = [b if a is None else a for a, b in zip(carried, found)]
         if joined == carried:
             break
@@ -105,6 +117,6 @@ def _scanned(eqn: Any, notes: Sequence[Note], pieces: int) -> list[Note]:
     ]
 
 
-def _branched(eqn: Any, notes: Sequence[Note], pieces: int) -> list[Note]:
-    found = [_through(branch.jaxpr, notes[1:], pieces) for branch in bodies(eqn)]
+def _branched(eqn: Any, notes: Sequence[Note], pieces: int, rule: Rule | None) -> list[Note]:
+    found = [through(branch.jaxpr, notes[1:], pieces, rule) for branch in bodies(eqn)]
     return [axes[0] if len(set(axes)) == 1 else None for axes in zip(*found)]

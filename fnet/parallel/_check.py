@@ -99,6 +99,14 @@ def call(plan, state, batch) -> str | None:
                 f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} "
                 f"rows, not a multiple of {chips} devices; parallel.feed pads short batches"
             )
+    for (path, x), where in zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(plan.batch)):
+        for axis, name in enumerate(where.spec):
+            if name == "context" and jnp.shape(x)[axis] % plan.mesh.shape[name]:
+                return (
+                    f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has "
+                    f"{jnp.shape(x)[axis]} positions, not a multiple of the {plan.mesh.shape[name]} "
+                    f"devices of the mesh axis {name!r}"
+                )
     for name, tree, wanted, put in parts:
         for (path, x), where in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(wanted)):
             if isinstance(x, jax.Array) and x.committed and not _placed(x, where):

@@ -22,21 +22,27 @@ def combinations(
     target: Target,
     asked: _mesh.Asked,
     depth: Callable[[], int],
+    over_time: Callable[[int], list[dict[str, int]]],
 ) -> list[list[Combination]]:
     """Returns the combinations to try, in the order of the strategies `rungs`. `depth` returns the
-    number of the step's layers."""
+    number of the step's layers, and `over_time` the meshes on which time is split, for a number of
+    microbatches."""
     return [
         [
             Combination(strategy, tuple(axes.items()))
             for each in rung
-            for strategy, axes in meshes(each, target, asked, depth)
+            for strategy, axes in meshes(each, target, asked, depth, over_time)
         ]
         for rung in rungs
     ]
 
 
 def meshes(
-    strategy: Strategy, target: Target, asked: _mesh.Asked, depth: Callable[[], int]
+    strategy: Strategy,
+    target: Target,
+    asked: _mesh.Asked,
+    depth: Callable[[], int],
+    over_time: Callable[[int], list[dict[str, int]]],
 ) -> list[tuple[Strategy, dict[str, int]]]:
     """Returns the meshes on which a strategy is tried, each as {axis: length}: the one that the
     user states, or all devices along "data". A strategy with an axis of its own returns the lengths
@@ -44,6 +50,8 @@ def meshes(
     sizes = _mesh.sizes(target, asked)
     if strategy.state == "pipeline":
         return _pipelines(strategy, sizes, asked is not None, depth)
+    if strategy.state == "context" and asked is None:
+        return [(strategy, each) for each in over_time(strategy.microbatches)]
     return [(strategy, sizes)]
 
 

@@ -19,7 +19,10 @@ from fnet.cost._count import Count
 from fnet.cost._tiles import Stored, stored
 from fnet.jaxpr import misdivided
 from fnet.parallel import _cost, _mesh, _trace
+from fnet.parallel._context._context import Context
+from fnet.parallel._context._mapped import AXIS
 from fnet.parallel._estimate import Estimate, Followed, Split
+from fnet.parallel._ledger import Ledger
 from fnet.parallel._pipeline import Pipelined, stages, waiting, with_stages
 from fnet.parallel._plan import Candidate, Plan, rows_over
 from fnet.parallel._sharding_rules import applied, path_of
@@ -46,6 +49,10 @@ class Drafts:
             batch,
         )
         self.traced, self.init, self.announce = traced, init, announce
+        self.context = None
+        if axes.get(AXIS, 1) > 1:
+            closed = traced.program(Strategy("data"))
+            self.context = Context.of(closed, state, batch, chips, axes, rows_over(places))
         parameters = [
             (path_of(path[1:]), leaf.shape)
             for path, leaf in jax.tree.leaves_with_path(state)
@@ -53,7 +60,7 @@ class Drafts:
         ]
         self.ruled = applied(rules, parameters, axes)
         working = {name for spec in self.ruled.values() for name in spec}
-        working |= {"slice", "data", "stage"}
+        working |= {"slice", "data", "stage", AXIS}
         # Devices that do the same work.
         self.alike = math.prod(n for name, n in axes.items() if name not in working)
         chip = chips.chip
@@ -64,8 +71,12 @@ class Drafts:
         place = lambda spec: NamedSharding(self.places, spec)
         state = jax.tree.map(place, layout.specs, is_leaf=lambda x: isinstance(x, P))
         over = rows_over(self.places)
-        rows = P(over[0] if len(over) == 1 else over)
-        batch = jax.tree.map(lambda x: place(rows if x.ndim else P()), self.batch)
+        rows = over[0] if len(over) == 1 else over
+        if self.context is None:
+            batch = jax.tree.map(lambda x: place(P(rows) if x.ndim else P()), self.batch)
+        else:
+            specs = self.context.batch(rows, self.batch)
+            batch = jax.tree.map(place, specs, is_leaf=lambda x: isinstance(x, P))
         return Plan(
             self.chips,
             self.places,
@@ -76,6 +87,7 @@ class Drafts:
             self.batch,
             self.traced.unused,
             self.init,
+            context=self.context,
             pipeline=self.pipeline(option),
         )
 
@@ -103,6 +115,7 @@ class Drafts:
         counted = self.traced.count(option)
         draft = self.plan(option)
         found = self.followed(option).estimate()
+        found = _with_time(found, draft, self.traced.program(option))
         persistent = _held(self.state, draft.state, self.chips.chip)
         arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
         candidate = Candidate(
@@ -267,12 +280,23 @@ def _estimated(plan, closed, state, batch) -> Estimate:
     """Estimates the memory and transfers of a plan's step on each device."""
     splits, options = _situation(plan, state, batch)
     found = Followed(closed, splits, _axes(plan), **options).estimate()
+    found = _with_time(found, plan, closed)
     return _with_padding(found, plan, state, batch)
+
+
+def _with_time(found: Estimate, plan, closed) -> Estimate:
+    """Adds to an estimate what attention over a split time sends and holds."""
+    if plan.context is None:
+        return found
+    ledger = Ledger((*found.ledger.transfers, *plan.context.transfers(closed)))
+    return found._replace(peak=found.peak + plan.context.held(closed), ledger=ledger)
 
 
 def _axes(plan) -> dict[str, int]:
     """The mesh of a plan, as `Followed` sees it."""
     axes = dict(plan.mesh.shape)
+    if plan.context is not None:  # time is split as rows are
+        axes["data"] *= axes.pop(AXIS)
     if plan.pipeline:  # what is kept is split over as many chips as the rows outside of the layers
         axes["data"] *= axes["stage"]
     return axes
@@ -284,6 +308,7 @@ def _situation(plan, state, batch) -> tuple[list[Split], dict[str, Any]]:
     alone = all(n == 1 for name, n in plan.mesh.shape.items() if name not in rows_over(plan.mesh))
     cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
     kernels = "cuda" if cudnn else "tpu" if chip.kind == "tpu" and alone else None
+    kernels = kernels if plan.context is None else AXIS
     splits = [_split(where.spec) for where in jax.tree.leaves(plan.state)]
     splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
     whole = plan.options.state == "zero1"
@@ -308,5 +333,5 @@ def _split(spec) -> Split:
     ]
     data = next((i for i, name in over if name == "data"), None)
     if data is not None:  # outside of the layers of a pipeline, also over "stage"
-        over = [(i, name) for i, name in over if name != "stage"]
+        over = [(i, name) for i, name in over if name not in ("stage", AXIS)]
     return Split(None, data, tuple((i, name) for i, name in over if name not in (None, "data")))

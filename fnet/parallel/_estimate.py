@@ -66,7 +66,7 @@ class Followed:
         casts: whether the compiler casts the weights for all iterations of a loop before the loop,
             as compilers for accelerators do. Default False.
         kernels: "cuda" or "tpu" if the chip has attention kernels that never store the attention
-            weights; otherwise None (default).
+            weights; "context" if attention runs in blocks; otherwise None (default).
     """
 
     def __init__(
@@ -250,6 +250,8 @@ class _Walk:
     def plainly(self, eqn) -> bool:
         """Whether a composite operation is lowered to ordinary operations instead of a kernel."""
         refusal = description(eqn.primitive).refusal
+        if self.kernels == "context" and refusal is not None:  # in blocks
+            return False
         return self.kernels is None or refusal is None or refusal(self.kernels, eqn) is not None
 
     def stand_in(self, op, splits) -> Inner:

@@ -26,7 +26,7 @@ def table(plan) -> str:
             + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.replicated[:3])
             + more
         ]
-    working = set(plan.axes)
+    working = {*plan.axes, "context"}
     for where in jax.tree.leaves(plan.state):
         for names in where.spec:
             working |= set(names if isinstance(names, tuple) else (names,))
@@ -39,6 +39,8 @@ def table(plan) -> str:
             ]
     said += described(plan.pipeline)
     said += _avoided(plan)
+    if plan.context is not None:
+        said += plan.context.lines(plan.shapes)
     if plan.unused:
         said += [f"leaves of the batch that the step does not read: {', '.join(plan.unused)}"]
     said += _costs(plan)

@@ -18,6 +18,7 @@ from fnet.jaxpr import Compiled, Form, misdivided, pack
 from fnet.parallel import _check, _compile, _cost, _explain, _mesh
 from fnet.parallel._combinations import Combination
 from fnet.parallel._comparison import Comparison
+from fnet.parallel._context._context import Context
 from fnet.parallel._estimate import Estimate
 from fnet.parallel._ledger import Ledger
 from fnet.parallel._pins import Avoided
@@ -110,6 +111,7 @@ class Plan:
             of the arrays that each device holds unsplit for it.
         pipeline: a `Pipelined` for each scan over layers that runs as a pipeline, with its schedule.
         init_fn: the function `init` that was passed to `parallel.plan`.
+        context: how the step is split along time, if the mesh has an axis "context".
         form: what the state has beside its arrays, if it has modules of flax.nnx or Equinox, or
             None. `state` has nested dicts in their places.
 
@@ -129,6 +131,7 @@ class Plan:
     shapes: Any
     unused: tuple[str, ...]
     init_fn: Callable = dataclasses.field(repr=False)
+    context: Context | None = dataclasses.field(default=None, repr=False)
     form: Form | None = dataclasses.field(default=None, repr=False)
     candidates: tuple[Candidate, ...] = ()
     avoided: tuple[Avoided, ...] = ()
@@ -292,7 +295,8 @@ class Plan:
     def _applied(self, step: Callable) -> Callable:
         """Returns the step, rewritten for the strategy."""
         mesh = self.mesh if self._typed else misdivided.with_automatic_axes(self.mesh)
-        return self.options.applied(step, mesh, self.axes)
+        step = self.options.applied(step, mesh, self.axes)
+        return step if self.context is None else self.context.applied(step, mesh, self.axes)
 
     def objection(self, state: Any, batch: Any) -> str | None:
         """Why the step cannot be called with this state and batch, or None if it can."""

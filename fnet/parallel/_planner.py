@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, Mesh
 from fnet.jaxpr import misdivided
 from fnet.parallel import _check, _combinations, _compile, _explain, _mesh, _ranking, _trace
 from fnet.parallel._combinations import Combination
+from fnet.parallel._context import _meshes as _context_meshes
+from fnet.parallel._context._mapped import AXIS
 from fnet.parallel._drafts import DOUBT, ROOM, Drafts
 from fnet.parallel._pins import avoided, avoided_with_types
 from fnet.parallel._pipeline import depth
@@ -69,8 +71,8 @@ def plan(
             "auto" (default) compares them all, "fsdp" compares "fsdp" and "fsdp+pins".
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}, where one may be
             -1. The batch is split over "data", which is computed if absent, and over "slice", an
-            axis that several slices or machines get by default, and the layers of the step over
-            "stage", which makes a pipeline. Or a `jax.sharding.Mesh` or
+            axis that several slices or machines get by default, the layers of the step over
+            "stage", which makes a pipeline, and the time of texts over "context". Or a `jax.sharding.Mesh` or
             `AbstractMesh` with an axis "data", whose axes keep their types; a `Mesh` also states
             the devices.
         rules: tensor parallelism, as a dict: a regular expression for the complete path of a
@@ -89,8 +91,9 @@ def plan(
         ValueError: no strategy fits into memory (the error lists the largest arrays); the strategy
             or the chip is unknown; the rows are not a multiple of the devices; a rule matches no
             parameter; the mesh has no axis "data"; the layers cannot be divided into stages; the
-            step changes the structure of the state; or a step that states its own shardings gets
-            rules or a strategy for one device.
+            axis "context" splits a step without attention, or a time that is too short; the step
+            changes the structure of the state; or a step that states its own shardings gets rules
+            or a strategy for one device.
 
     Source: Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023.
 
@@ -107,11 +110,16 @@ def plan(
             raise TypeError(f"plan: {name} must be a function; got {function!r}")
     announce = announce or (lambda stage: None)
     chips = target(_mesh.devices(mesh, devices))
-    axes = _mesh.sizes(chips, mesh)
+    batch = jax.tree.map_with_path(_check.shape, batch)
+    axes, rows = _mesh.sizes(chips, mesh), _check.rows(batch, 1)
+    asked = strategy.split("+")[0] == AXIS
+    over_time = _context_meshes.candidates(chips, mesh, rows, asked=asked)
+    if asked and over_time:
+        axes = over_time[0]
     places = _mesh.make(chips, axes, mesh)
     rows_by = math.prod(axes[name] for name in rows_over(places))
-    batch = jax.tree.map_with_path(_check.shape, batch)
-    rows = _check.rows(batch, rows_by)
+    if rows >= rows_by or strategy != "auto" or not over_time:
+        _check.rows(batch, rows_by)
     announce("tracing the step")
     step, of_key, form = of_arrays(step, init)
     traced = _trace.traced(step, of_key, batch, places, strategy, ruled=bool(rules))
@@ -121,11 +129,24 @@ def plan(
             "plan: rules= cannot be combined with the stages of a pipeline, whose layers are split "
             "over 'stage' alone; leave out rules= or the stages"
         )
+    over_time = _context_meshes.suitable(over_time, traced, chips, asked=asked)
+    if not over_time:
+        _check.rows(batch, rows_by)
+    options = ladder(
+        strategy,
+        step,
+        rows,
+        rows_by,
+        typed=traced.typed,
+        staged=axes.get("stage", 1) > 1,
+        context=bool(over_time),
+    )
     rungs = _combinations.combinations(
-        ladder(strategy, step, rows, rows_by, typed=traced.typed, staged=axes.get("stage", 1) > 1),
+        options,
         chips,
         mesh,
         lambda: depth(traced.program(Strategy("pipeline")), state),
+        functools.partial(_context_meshes.shared, over_time, rows),
     )
 
     @functools.lru_cache(None)

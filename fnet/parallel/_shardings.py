@@ -44,8 +44,9 @@ def layout(
     """Returns the partition specs of a state. If `kind` is "data", no leaf is split. If `kind` is
     "zero1", all leaves except parameters are split. If `kind` is "fsdp", all leaves are split. If
     `kind` is "pipeline", leaves over whose first axis a scan runs are split along this axis over
-    "stage", and all others over "data" and "stage". Small leaves and leaves without a suitable axis
-    are replicated.
+    "stage", and all others over "data" and "stage". What is split over "data" is also split over
+    "context", if the mesh has this axis. Small leaves and leaves without a suitable axis are
+    replicated.
 
     An array is split along the largest axis whose size is a multiple of the devices. If several axes
     have the largest size, the array is split along the last of these axes. An array is never split
@@ -58,7 +59,7 @@ def layout(
 
     Args:
         state: a tree of shapes.
-        kind: "data", "zero1", "fsdp" or "pipeline".
+        kind: "data", "zero1", "fsdp", "context" or "pipeline".
         mesh: the mesh axes, {name: length}.
         scanned: paths of the leaves that a scan slices along their first axis.
         ruled: a dict {path of a parameter: its partition spec}, derived from the user's sharding
@@ -69,8 +70,9 @@ def layout(
     named = {(path[1:], shape): path for path, shape in model.items() if path[1:]}
     beside, by_path = _beside(state, ()), {}
     stages = mesh["stage"] if kind == "pipeline" else 1
-    over = ("data", "stage") if kind == "pipeline" else "data"
-    chips = mesh["data"] * stages
+    more = ("stage",) * (kind == "pipeline") + ("context",) * (mesh.get("context", 1) > 1)
+    over = ("data", *more) if more else "data"
+    chips = math.prod(mesh[name] for name in ("data", *more))
     specs, whole = [], []
     for path, leaf in leaves:
         source = next(

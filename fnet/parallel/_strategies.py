@@ -20,6 +20,7 @@ STRATEGIES = {
     "zero1": "parameters replicated, the optimizer's state split",
     "fsdp": "parameters and optimizer's state split",
     "fsdp+pins": "parameters and optimizer's state split, activations pinned to the batch",
+    "context": "time split, parameters and optimizer's state split over all chips, activations pinned",
     "explicit": "state and activations split as their types on the explicit mesh say",
     "pipeline": "layers on the stages of a pipeline, the rest of the state split over all chips",
 }
@@ -31,8 +32,9 @@ class Strategy(NamedTuple):
 
     Attributes:
         state: what of the state is split: "data" (nothing), "zero1" (the optimizer's state), "fsdp"
-            (everything), "explicit" (what init and the step state themselves) or "pipeline" (the
-            layers over the stages of a pipeline, the rest over all chips).
+            (everything), "context" (everything, and the activations along time), "explicit" (what
+            init and the step state themselves) or "pipeline" (the layers over the stages of a
+            pipeline, the rest over all chips).
         pins: whether sharding constraints keep the activations split along the batch axis.
         remat: whether the backward pass recomputes activations instead of reading stored ones.
         microbatches: the number of slices of a batch that are processed one after another. In a
@@ -85,7 +87,8 @@ class Strategy(NamedTuple):
         if self.state == "pipeline":
             number = self.microbatches if self.microbatches > 1 else None
             return pipelined(step, mesh, microbatches=number, rounds=self.rounds)
-        return pin(step, mesh, axes[0] if len(axes) == 1 else axes, activations=self.pins)
+        over = axes[0] if len(axes) == 1 else axes
+        return pin(step, mesh, over, activations=self.pins or self.state == "context")
 
 
 def parse(strategy: str) -> Strategy | None:
@@ -104,7 +107,7 @@ def parse(strategy: str) -> Strategy | None:
         state, "pins" in more, "remat" in more, number("microbatches"), number("rounds")
     )
     if (
-        state not in ("data", "zero1", "fsdp", "explicit", "pipeline")
+        state not in ("data", "zero1", "fsdp", "context", "explicit", "pipeline")
         or str(option) != strategy
         or (option.pins and state != "fsdp")
         or (option.rounds > 1 and state != "pipeline")
@@ -124,10 +127,12 @@ def ladder(
     *,
     typed: bool = False,
     staged: bool = False,
+    context: bool = False,
 ) -> list[list[Strategy]]:
     """Returns the strategies to try, as a list of lists of strategies. The strategies of a list are
     tried only if no strategy of the preceding lists fits into memory. `typed` states whether the
-    step states its own shardings, and `staged` whether the mesh has an axis "stage"."""
+    step states its own shardings, `staged` whether the mesh has an axis "stage", and `context`
+    whether time can be split. If the chips cannot share the rows, nothing else is tried."""
     option = parse(strategy)
     if option is not None and option.slices > 1:
         slices(step, option.slices, rows, chips)
@@ -145,6 +150,9 @@ def ladder(
             if option.state == "fsdp" and not option.pins
             else [option]
         ]
+    times = _over_time(step, rows, chips) if context else []
+    if times and rows % chips:
+        return times
     base = [Strategy("explicit" if typed else "data")]
     if chips > 1 and not typed:
         base += [Strategy("zero1"), Strategy("fsdp"), Strategy("fsdp", pins=True)]
@@ -154,6 +162,19 @@ def ladder(
         while n <= MOST and rows % (n * chips) == 0:
             rungs.append([option._replace(remat=True, microbatches=n) for option in base])
             n *= 2
+    return rungs + times
+
+
+def _over_time(step: Callable, rows: int, chips: int) -> list[list[Strategy]]:
+    """Returns the strategies that split time, where this gives a chip fewer tokens at a time: if the
+    chips cannot share the rows, or if microbatches have too few rows to share."""
+    option = Strategy("context")
+    rungs = [[option], [option._replace(remat=True)]] if rows % chips else []
+    n = 2
+    while takes_slices(step) and n <= MOST and rows % n == 0:
+        if rows % (n * chips):
+            rungs.append([option._replace(remat=True, microbatches=n)])
+        n *= 2
     return rungs
 
 
