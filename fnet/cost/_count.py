@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from fnet import jaxpr
 from fnet._util._text_table import aligned
 from fnet._util._units import si
+from fnet.cost._fusion import fused_traffic, kernels, multiplies, updates
 from fnet.hardware._chip import FrozenTable
-from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, traits
+from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, trips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Cost:
         bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused.
         fused_bytes: an estimate of the bytes of memory traffic, with elementwise operations fused
             with their neighbors.
+        kernels: an estimate of the number of kernels that run one after another.
+        light: those of the `kernels` that a CPU runs as part of a loop, because the loop has no
+            matrix products.
+        turns: the number of iterations of all loops.
+        updates: how often they write a part of an array, such as the outputs of a scan.
+        compared: those of `elementwise` that are comparisons of a sort.
 
     >>> total = cost.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).total
     >>> total.matmul, total.flops, total.bytes                  # 2 * 8 * 16 * 4 FLOPs; float32 operands and result
@@ -51,6 +58,11 @@ class Cost:
     recomputed: int = 0
     bytes: int = 0
     fused_bytes: int = 0
+    kernels: int = 0
+    light: int = 0
+    turns: int = 0
+    updates: int = 0
+    compared: int = 0
 
     @property
     def flops(self) -> int:
@@ -107,6 +119,7 @@ class Count:
         matmuls: all matrix products and convolutions, `Matmul` objects.
         argument_bytes: the size of the arguments in bytes.
         output_bytes: the size of the outputs in bytes.
+        results: the number of output arrays.
         notes: why the count is not exact; empty if it is.
 
     >>> x = jax.ShapeDtypeStruct((4, 4), "float32")
@@ -120,6 +133,7 @@ class Count:
     argument_bytes: int
     output_bytes: int
     notes: tuple[str, ...]
+    results: int = 0
 
     @property
     def flops(self) -> int:
@@ -172,8 +186,9 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
 
     The body of a scan counts once for each iteration, and the shards of a shard_map are summed.
     What cannot be known is listed in the `notes` of the result: the body of a while loop counts
-    once, of a cond only the branch with the most FLOPs, and an operation of unknown cost counts as
-    zero. Operations whose result is not used count, although a compiler removes them.
+    once, unless it counts up or down to a constant; of a cond only the branch with the most FLOPs
+    counts, and an operation of unknown cost counts as zero. Operations whose result is not used
+    count, although a compiler removes them.
 
     The FLOPs of `layers.dot_product_attention` follow from the formula of attention and include
     masked pairs of positions, as is the convention for MFU. What its backward pass recomputes is in
@@ -207,7 +222,10 @@ def count_jaxpr(closed: Any) -> Count:
     arguments = sum(nbytes(v.aval) for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars))
     outputs = sum(nbytes(aval) for aval in closed.out_avals)
     return dataclasses.replace(
-        count_frame(read(closed.jaxpr)), argument_bytes=arguments, output_bytes=outputs
+        count_frame(read(closed.jaxpr)),
+        argument_bytes=arguments,
+        output_bytes=outputs,
+        results=len(closed.out_avals),
     )
 
 
@@ -226,7 +244,9 @@ def count_frame(frame: Frame) -> Count:
 
 
 class _Tally:
-    def __init__(self, frame: Frame, times: int):
+    def __init__(self, frame: Frame, times: int, *, looped: bool = False, light: bool = False):
+        # Whether this is the body of a loop, and of one without products.
+        self.looped, self.light = looped, light
         self.scopes: dict[str, Cost] = collections.defaultdict(Cost)
         self.matmuls: list[Matmul] = []
         self.notes: list[str] = []
@@ -244,23 +264,38 @@ class _Tally:
                 self.operation(op, times)
         for op, n in fused_traffic(frame):
             self.scopes[op.scope] += Cost(fused_bytes=n * times)
+        for op in kernels(frame):
+            light = times if self.light else 0
+            written = times * updates(op) if self.looped else 0
+            self.scopes[op.scope] += Cost(kernels=times, light=light, updates=written)
 
     def bodies(self, op: Op, times: int) -> None:
         name, where = jaxpr.title(op.eqn), _where(op.scope)
         if op.bodies[0][0].kind == "branch":
             self.branches(op, times)
             return
-        if name == "while":
+        known = trips(op.eqn) if name == "while" else None
+        if name == "while" and known is None:
             self.notes.append(
                 f"while loop{where}: its number of iterations is unknown, one is counted"
             )
+        before = self.looped, self.light
         for sub, frame in op.bodies:
             if sub.kind == "other":
                 self.notes.append(f"{name}{where}: unknown operation, its body is counted once")
-            self.frame(frame, times * (1 if sub.times is None else sub.times))
+            turns = times * ((sub.times or 1) if known is None else known)
+            if sub.kind in ("scan", "while_body"):
+                self.scopes[op.scope] += Cost(turns=turns, updates=turns * updates(op))
+            if sub.kind in ("scan", "while_body", "while_cond"):
+                self.looped = True
+                self.light = not any(multiplies(each) for _, each in op.bodies)
+            self.frame(frame, turns)
+            self.looped, self.light = before
 
     def branches(self, op: Op, times: int) -> None:
-        branches = [_Tally(frame, times) for _, frame in op.bodies]
+        branches = [
+            _Tally(frame, times, looped=self.looped, light=self.light) for _, frame in op.bodies
+        ]
         if len({tally.total.flops for tally in branches}) > 1:
             self.notes.append(
                 f"cond{_where(op.scope)}: only the most expensive of {len(branches)} branches is "
@@ -293,7 +328,8 @@ class _Tally:
             recomputed = flops if op.recomputed else 0
             self.scopes[op.scope] += Cost(matmul=flops, recomputed=recomputed, bytes=moved)
         else:  # the other kinds are names of fields of Cost
-            self.scopes[op.scope] += Cost(**{each.kind: flops}, bytes=moved)
+            compared = flops if jaxpr.traits(eqn.primitive.name).kind == "sort" else 0
+            self.scopes[op.scope] += Cost(**{each.kind: flops}, bytes=moved, compared=compared)
 
     def stand_in(self, op: Op, plain: Any, times: int) -> None:
         """Adds the FLOPs and bytes of `times` runs of a composite operation to the costs of the
@@ -302,7 +338,9 @@ class _Tally:
         operation, without intermediate values."""
         inner = _Tally(read(plain, op.at), times)
         for scope, each in inner.scopes.items():
-            inner.scopes[scope] = dataclasses.replace(each, bytes=0, fused_bytes=0)
+            inner.scopes[scope] = dataclasses.replace(
+                each, bytes=0, fused_bytes=0, kernels=0, light=0
+            )
         self.merge(inner)
         reads, writes = touched(op.eqn)
         self.scopes[op.scope] += Cost(bytes=(sum(reads) + sum(writes)) * times)
@@ -312,103 +350,6 @@ class _Tally:
             self.scopes[scope] += each
         self.matmuls += other.matmuls
         self.notes += other.notes
-
-
-def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
-    """Returns the memory traffic of the operations of one jaxpr, as a list of pairs (operation,
-    bytes). Elementwise operations are assumed to be fused with neighbors of the same scope.
-
-    A value is stored in memory if it is an input or output of the jaxpr, or if an operation in
-    another named scope reads the value. If several operations in one named scope read the same
-    stored value, only one read is counted.
-    """
-    kept = Kept(frame, by_scope=True)
-    moved: dict[tuple[str, int, str], tuple[Op, int]] = {}
-
-    def move(op: Op, value: int, size: int, way: str) -> None:
-        key = op.scope, kept.name(value), way
-        if key not in moved or size > moved[key][1]:
-            moved[key] = op, size
-
-    for op in kept.real:
-        if op.bodies:
-            continue  # the bytes are counted in the frame of its body
-        reads, writes = touched(op.eqn)
-        for value, size in zip(op.ins, reads):
-            if value is not None and kept(value):
-                move(op, value, size, "read")
-        for value, size in zip(op.outs, writes):
-            if value is not None and kept(value) and kept.used(value):
-                move(op, value, size, "write")
-    return list(moved.values())
-
-
-class Kept:
-    """Determines which values of a frame (the operations of one jaxpr) are written to memory after
-    fusion of elementwise operations.
-
-    A value is written to memory if an operation that is not elementwise, such as a matrix product,
-    produces or reads the value. However, if the only reader of the result of a matrix product is an
-    elementwise operation (an epilogue), the two operations are fused, and the result is not written
-    to memory. Reshapes, broadcasts and transposes need no memory traffic.
-
-    Args:
-        frame: the operations of one jaxpr, in order.
-        by_scope: whether operations are fused only with operations of the same scope. Default
-            False.
-        epilogues: whether a matrix product is fused with an elementwise operation that is the only
-            reader of its result. Default True.
-
-    Attributes:
-        real: all operations except those that need no memory traffic, such as reshapes.
-        users: the operations that read each value.
-        outputs: the output values of the jaxpr.
-    """
-
-    def __init__(self, frame: Frame, *, by_scope: bool = False, epilogues: bool = True):
-        self.by_scope, self.epilogues = by_scope, epilogues
-        self._same: dict[int, int] = {}  # maps the result of a reshape or broadcast to its input
-        for op in frame.ops:
-            if _free(op) and op.ins and op.ins[0] is not None:
-                self._same[op.outs[0]] = self.name(op.ins[0])
-        self.real = [op for op in frame.ops if not _free(op) and op.eqn.primitive.name != "iota"]
-        self.maker = {out: op for op in self.real for out in op.outs}
-        self.users: dict[int, list[Op]] = {}
-        for op in self.real:
-            for i in op.ins:
-                if i is not None:
-                    self.users.setdefault(self.name(i), []).append(op)
-        self.outputs = {self.name(i) for i in frame.outputs if i is not None}
-
-    def name(self, value: int) -> int:
-        """Returns the value of which `value` is a reshaped, broadcast or transposed form."""
-        return self._same.get(value, value)
-
-    def used(self, value: int) -> bool:
-        return bool(self.users.get(value)) or value in self.outputs
-
-    def __call__(self, value: int) -> bool:
-        value = self.name(value)
-        op = self.maker.get(value)
-        users = self.users.get(value, [])
-        if op is None or value in self.outputs:
-            return True
-        if any(heavy(user) for user in users):
-            return True
-        if self.by_scope and any(user.scope != op.scope for user in users):
-            return True
-        is_epilogue = self.epilogues and len(users) == 1
-        return heavy(op) and not is_epilogue
-
-
-def heavy(op: Op) -> bool:
-    """Whether an operation reads its inputs from memory, and is not fused with the operations that
-    compute them. For example, matrix products and loops read their inputs from memory."""
-    return bool(op.bodies) or traits(op.eqn.primitive.name).memory == "heavy"
-
-
-def _free(op: Op) -> bool:
-    return traits(op.eqn.primitive.name).memory == "free"
 
 
 def table(counted: Count, depth: int | None = None) -> str:

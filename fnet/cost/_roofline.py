@@ -15,6 +15,7 @@ import jax
 from fnet._util._text_table import aligned
 from fnet._util._units import si
 from fnet.cost._count import Cost, Count, count, shortened
+from fnet.cost._latency import expected_seconds, latency_seconds
 from fnet.cost._mfu import MFU, mfu
 from fnet.cost._tiles import Waste, rule, tile_waste
 from fnet.hardware._chip import Chip
@@ -30,9 +31,13 @@ class Bound:
         cost: the FLOPs and bytes of the scope, a `Cost`.
         compute: the seconds of arithmetic at the peak rate, or None if the rate is unknown.
         memory: the seconds of memory traffic at the peak bandwidth, or None if it is unknown.
-        bound: "compute" or "memory", whichever takes longer; "compute or memory" if only one rate
-            is known, "unknown" if neither is.
-        seconds: the maximum of `compute` and `memory`, or None if both are unknown.
+        latency: the seconds of its kernels and loops, which run one after another, however little
+            they compute, or None if they are unknown. They are estimates (see
+            `hardware.Latency.sources`) except for a chip of `hardware.measure`.
+        bound: "compute", "memory" or "latency", whichever takes longest; "compute or memory" if
+            only one of the two rates is known, "unknown" if neither is.
+        seconds: the maximum of `compute`, `memory` and `latency`, or None if compute and memory are
+            unknown.
 
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
     >>> cost.roofline(jnp.matmul, x, x, chip="TPU v5 lite").scopes[0].bound
@@ -43,6 +48,7 @@ class Bound:
     cost: Cost
     compute: float | None
     memory: float | None
+    latency: float | None
     bound: str
     seconds: float | None
 
@@ -66,6 +72,8 @@ class Roofline:
         count: the FLOPs and bytes of the function, a `Count`.
         ridge: the FLOPs per byte of memory traffic above which compute, not memory, limits the
             speed, or None if a rate is unknown.
+        expected: the time that a call of a small program is expected to take in seconds, with the
+            overhead of the call, if `chip` is a CPU that `hardware.measure` measured; or None.
         measured: the median time of a call on this machine in seconds, or None if it was not
             measured.
         mfu: the model FLOPs utilization for the measured time, an `MFU`.
@@ -75,10 +83,10 @@ class Roofline:
             as text.
         notes: the reasons why the figures are not exact.
 
-    >>> x = jax.ShapeDtypeStruct((256, 256), "float32")
+    >>> x = jax.ShapeDtypeStruct((1024, 1024), "float32")
     >>> report = cost.roofline(lambda x: x @ x, x, chip="TPU v5e")
     >>> report.total.bound, f"{report.total.seconds:.1e} s"      # what limits it, and the lower bound
-    ('memory', '6.4e-07 s')
+    ('compute', '1.1e-05 s')
     """
 
     chip: Chip
@@ -87,6 +95,7 @@ class Roofline:
     total: Bound
     count: Count
     ridge: float | None
+    expected: float | None
     measured: float | None
     mfu: MFU
     waste: tuple[Waste, ...]
@@ -111,12 +120,14 @@ def roofline(
         print(cost.roofline(step, state, batch))                # arrays: the bound and the time
         print(cost.roofline(step, *shapes, chip="TPU v5e"))     # shapes: the bound; no chip needed
 
-        time of a scope >= max(FLOPs / peak FLOP/s, bytes / bandwidth)
+        time of a scope >= max(FLOPs / peak FLOP/s, bytes / bandwidth, steps x latency)
 
     A scope is a `jax.named_scope`, such as a layer. Its FLOPs are counted from the jaxpr (see
-    `count`); its bytes are estimated as if elementwise operations were fused. The result says how
-    each peak is known, for example published or measured. Only the whole function is timed, because
-    XLA fuses operations across scopes.
+    `count`); its bytes are estimated as if elementwise operations were fused. Its steps are the
+    kernels and the turns of loops that run one after another, which decide for a recurrent network:
+    each of its 500 steps needs the one before. The result says how each peak is known, for example
+    published or measured. Only the whole function is timed, because XLA fuses operations across
+    scopes.
 
     Args:
         step: a JAX function. A jitted one gets copies of the arguments, which it may donate.
@@ -171,6 +182,7 @@ def roofline(
         total=total,
         count=counted,
         ridge=_ridge(counted, target),
+        expected=expected_seconds(counted, target, len(leaves), counted.results),
         measured=seconds,
         mfu=_utilization(counted, seconds, target, here, devices),
         waste=tile_waste(counted.matmuls, target),
@@ -201,10 +213,12 @@ def _bounds(
     for scope, cost in counted.by_depth(depth).items():
         if cost.flops or cost.transcendental or cost.fused_bytes:
             arithmetic = None if compute is None else compute.get(scope, 0.0)
-            scopes.append(_bound(scope, cost, arithmetic, memory_seconds(cost)))
+            steps = latency_seconds(cost, chip)
+            scopes.append(_bound(scope, cost, arithmetic, memory_seconds(cost), steps))
 
     arithmetic = None if compute is None else sum(compute.values())
-    total = _bound("total", counted.total, arithmetic, memory_seconds(counted.total))
+    steps = latency_seconds(counted.total, chip)
+    total = _bound("total", counted.total, arithmetic, memory_seconds(counted.total), steps)
     # Scopes run one after another, so the sum of their bounds is higher, and still a lower bound.
     times = [bound.seconds for bound in scopes if bound.seconds is not None]
     if len(times) == len(scopes):
@@ -270,14 +284,17 @@ def compute_seconds(
     return seconds
 
 
-def _bound(scope: str, cost: Cost, compute: float | None, memory: float | None) -> Bound:
+def _bound(
+    scope: str, cost: Cost, compute: float | None, memory: float | None, latency: float | None
+) -> Bound:
+    times = {"compute": compute, "memory": memory, "latency": latency}
+    known = {name: seconds for name, seconds in times.items() if seconds is not None}
     if compute is None and memory is None:
-        return Bound(scope, cost, None, None, "unknown", None)
-    if compute is None or memory is None:
-        only = memory if compute is None else compute
-        return Bound(scope, cost, compute, memory, "compute or memory", only)
-    longer = "compute" if compute >= memory else "memory"
-    return Bound(scope, cost, compute, memory, longer, max(compute, memory))
+        return Bound(scope, cost, None, None, latency, "unknown", None)
+    name = max(known, key=known.__getitem__)
+    if name != "latency" and (compute is None or memory is None):
+        return Bound(scope, cost, compute, memory, latency, "compute or memory", known[name])
+    return Bound(scope, cost, compute, memory, latency, name, known[name])
 
 
 def _time(step: Callable[..., Any], args: tuple, repeats: int) -> float:
@@ -314,6 +331,10 @@ def _text(report: Roofline) -> str:
         if report.total.seconds:
             took += f", {report.measured / report.total.seconds:.1f} times the bound"
         lines.append(took)
+    if report.expected is not None:
+        lines.append(f"expected {seconds_text(report.expected)} per call, from measured latencies")
+    if report.total.latency is not None and report.total.cost.kernels:
+        lines.append(_steps(report))
     lines.append(str(report.mfu))
     if report.waste:
         lines.append("sizes that do not fill the tiles:")
@@ -329,6 +350,15 @@ def _text(report: Roofline) -> str:
     ]
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(lines)
+
+
+def _steps(report: Roofline) -> str:
+    cost, chip = report.total.cost, report.chip
+    turns = f" and {cost.turns:,} turns of loops" if cost.turns else ""
+    return (
+        f"latency: {cost.kernels:,} kernels{turns} one after another, "
+        f"{seconds_text(report.total.latency)} ({chip.basis('latency')})"
+    )
 
 
 def _headline(report: Roofline) -> str:

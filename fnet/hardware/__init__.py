@@ -23,6 +23,7 @@ from fnet.hardware._device_check import (
 )
 from fnet.hardware._formula import Check, Computed, Value, checks, computed, flop_per_dollar
 from fnet.hardware._history import history, plot
+from fnet.hardware._latency import Latency
 from fnet.hardware._measure import measure
 from fnet.hardware._policy import Policy, policy
 
@@ -33,6 +34,7 @@ __all__ = [
     "DeviceCheck",
     "FaultyDevice",
     "FrozenTable",
+    "Latency",
     "Links",
     "OperationCheck",
     "Peak",

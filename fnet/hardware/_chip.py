@@ -4,12 +4,14 @@ chip has a basis, which states how the number is known."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from fnet._util._units import si
+from fnet.hardware._latency import Latency
+from fnet.hardware._tables import FrozenTable
 
 # The values of `Chip.basis`, from the most to the least reliable.
 BASES = ("exact", "measured", "published", "derived", "estimated", "unverified")
@@ -30,38 +32,6 @@ _NAMES = {
     "float8_e5m2fnuz": "fp8",
     "float4_e2m1fn": "fp4",
 }
-
-
-class FrozenTable(Mapping):
-    """An immutable mapping, so that a `Chip` with its tables can be hashed, compared and pickled.
-
-    >>> table = hw.FrozenTable({"bf16": 197e12})
-    >>> table["bf16"], len({table, hw.FrozenTable({"bf16": 197e12})})
-    (197000000000000.0, 1)
-    """
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Any = (), /, **more: Any):
-        self._items = tuple(dict(items, **more).items())
-
-    def __getitem__(self, key: Any) -> Any:
-        for name, value in self._items:
-            if name == key:
-                return value
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator:
-        return (name for name, _ in self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(self._items)
-
-    def __repr__(self) -> str:
-        return repr(dict(self._items))
 
 
 class Peak(NamedTuple):
@@ -175,6 +145,8 @@ class Chip:
             over the cores.
         bandwidth: the rate between the chip and its memory in bytes/s.
         links: how chips of this kind are connected, `Links`.
+        latency: what kernels, loops and messages cost however small they are, `Latency`, or None if
+            unknown.
         jax_devices_per_chip: the number of JAX devices that share the chip.
         power_watts: the published thermal design power in watts.
         power_source: where `power_watts` was published.
@@ -211,6 +183,7 @@ class Chip:
     caches: Mapping[str, float] = FrozenTable()
     bandwidth: float | None = None
     links: Links | None = None
+    latency: Latency | None = None
     jax_devices_per_chip: int = 1
     power_watts: float | None = None
     power_source: str = ""

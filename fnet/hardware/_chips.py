@@ -13,6 +13,7 @@ from typing import Any
 
 from fnet._util._nearest import similarity
 from fnet.hardware._chip import Chip, FrozenTable, Links, Price, Quote
+from fnet.hardware._latency import Latency, read_latency
 
 _GIB = 2**30
 _FIGURES = (  # what "unverified": ["all"] in chips.json means, beside the peaks
@@ -240,6 +241,7 @@ def _chip(row: dict[str, Any]) -> Chip:
         caches=FrozenTable({name: mib * 2**20 for name, mib in row.get("caches_mib", {}).items()}),
         bandwidth=_giga(row, "bandwidth_gbs"),
         links=_links(row),
+        latency=latency_of(row["kind"], row["vendor"], row.get("latency", {})),
         prices=_prices(row),
         quoted=_quotes(row),
         explained=FrozenTable(row.get("explained", {})),
@@ -256,7 +258,7 @@ def _bases(row: dict[str, Any]) -> dict[str, str]:
     unverified = row.get("unverified", ())
     if "all" in unverified:
         unverified = {*_FIGURES, *bases}
-    return bases | dict.fromkeys(unverified, "unverified")
+    return bases | dict.fromkeys(unverified, "unverified") | {"latency": "estimated"}
 
 
 def _links(row: dict[str, Any]) -> Links | None:
@@ -265,6 +267,13 @@ def _links(row: dict[str, Any]) -> Links | None:
         return links
     rates = {name: _giga(links, f"{name}_gbs") for name in ("each_way", "total", "network")}
     return Links(**_fields(Links, links) | rates)
+
+
+def latency_of(kind: str, vendor: str, own: Mapping[str, Any] = FrozenTable()) -> Latency | None:
+    """Returns what steps cost on a kind of chip; `own` has the figures of one chip."""
+    tables = raw()["latency"]
+    shared = tables.get(vendor if kind == "gpu" else kind)
+    return read_latency({**shared, **own}) if shared else None
 
 
 def _giga(table: dict[str, Any], key: str) -> float | None:

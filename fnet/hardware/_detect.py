@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from fnet.hardware._chip import Chip, FrozenTable
-from fnet.hardware._chips import chips, raw, split_mig
+from fnet.hardware._chips import chips, latency_of, raw, split_mig
 from fnet.hardware._cpu import CPU, read_cpu
 
 
@@ -90,6 +90,8 @@ def _estimated(cpu: CPU, devices: int) -> Chip:
         units=FrozenTable(flags=cpu.flags),
         jax_devices_per_chip=devices,
         memory_bytes=cpu.memory_bytes,
+        latency=latency_of("cpu", cpu.vendor),
+        bases=FrozenTable(latency="estimated"),
     )
 
     def without_peaks(missing: str) -> Chip:
@@ -122,7 +124,9 @@ def _estimated(cpu: CPU, devices: int) -> Chip:
             flags=cpu.flags,
             flop_per_cycle=FrozenTable(rates),
         ),
-        bases=FrozenTable({**dict.fromkeys(peaks, "estimated"), "memory_bytes": "measured"}),
+        bases=FrozenTable(
+            {**chip.bases, **dict.fromkeys(peaks, "estimated"), "memory_bytes": "measured"}
+        ),
         sources=(raw()["per_cycle"]["cpu_core"]["source"],),
         notes=(
             f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {clock}. Instruction "

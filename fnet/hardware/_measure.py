@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 from fnet.hardware._chip import Chip, FrozenTable, dtype_name
 from fnet.hardware._detect import detect
+from fnet.hardware._measure_latency import measure_latency
+
+_LINKS = ("hop", "network", "collective")  # which one device cannot measure
 
 
 def measure(
@@ -33,8 +36,9 @@ def measure(
 
     For each dtype, products of two matrices [size, size], 2 size^3 FLOPs each, are timed in several
     batches, and the fastest batch counts. The bandwidth is that of an array times a constant, which
-    reads and writes each element once. All this takes about `seconds` for each dtype and for the
-    bandwidth, and the compilations.
+    reads and writes each element once. The latencies are slopes between short and long programs of
+    tiny operations. All this takes about `seconds` for each dtype and for the bandwidth, three times
+    `seconds` for the latencies, and the compilations.
 
     Args:
         device: a `jax.Device`. Default None: the first local device.
@@ -46,8 +50,9 @@ def measure(
         seconds: the time of each measurement in seconds. Default 0.3.
 
     Returns:
-        The `Chip` of `detect` with `known=True` and the `peaks` and `bandwidth` of the whole chip,
-        marked as "measured" in `Chip.bases`. Dtypes that were not measured have no peak.
+        The `Chip` of `detect` with `known=True`, the `peaks` and the `bandwidth` of the whole chip,
+        and the `latency` of the device, marked as "measured" in `Chip.bases`. Dtypes that were not
+        measured have no peak.
 
     >>> chip = measure(dtypes=("float32",), size=64, copy_bytes=2**16, seconds=0.01)
     >>> chip.basis("bandwidth"), chip.peak("float32").flops > 0
@@ -72,18 +77,23 @@ def measure(
             continue  # float32 runs in bfloat16 passes, so `Chip.peak` computes its rate
         peaks["tf32" if name == "fp32" and "tf32" in chip.peaks else name] = rate * share
     bandwidth = _copy(device, copy_bytes, seconds) * share
+    steps = measure_latency(device, seconds)
+    links = chip.latency and {name: getattr(chip.latency, name) for name in _LINKS}
+    sources = {**(chip.latency.sources if chip.latency else {}), **steps.sources}
+    steps = dataclasses.replace(steps, **links or {}, sources=FrozenTable(sources))
     note = (
         f"Measured with jax {jax.__version__} on {time.strftime('%Y-%m-%d')}: matmuls of side "
         f"{size}, a copy of {copy_bytes / 2**20:.4g} MiB, the best of several."
     )
     if failed:
         note += f" Not measured: {'; '.join(failed)}."
-    bases = {name: "measured" for name in (*peaks, "bandwidth")}
+    bases = {name: "measured" for name in (*peaks, "bandwidth", "latency")}
     return dataclasses.replace(
         chip,
         known=True,
         peaks=FrozenTable(peaks),
         bandwidth=bandwidth,
+        latency=steps,
         notes=note,
         bases=FrozenTable({**chip.bases, **bases}),
         sources=(note,),

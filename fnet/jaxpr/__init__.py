@@ -102,6 +102,7 @@ from fnet.jaxpr._static_leaves import (
 )
 from fnet.jaxpr._tags import BLOCK, is_tag, tag, tagging
 from fnet.jaxpr._traced import Traced
+from fnet.jaxpr._trips import trips
 from fnet.jaxpr._values import Value, bind, converted, plain, restore
 from fnet.jaxpr._wrapping import Compiled, check_function, wraps
 
@@ -202,6 +203,7 @@ __all__ = [
     "title",
     "touched",
     "traits",
+    "trips",
     "typed",
     "unboxed",
     "unrolled",

@@ -20,6 +20,7 @@ _COLORS = {
     "compute": "tab:blue",
     "memory": "tab:green",
     "links": "tab:orange",
+    "latency": "tab:red",
 }
 
 
@@ -147,7 +148,7 @@ def _plot(plan: Any, path: str | os.PathLike | None) -> Figure:
         _draw_peak(memory, place, each)
     room = plan.chip.memory_bytes and plan.chip.per_device.memory_bytes
     if room:
-        memory.axvline(room / 2**30, color="tab:red", label="memory of a device")
+        memory.axvline(room / 2**30, color="black", label="memory of a device")
     times.set_yticks(range(len(candidates)), [_label(each, candidates) for each in candidates])
     for label, each in zip(times.get_yticklabels(), candidates):
         label.set_fontweight("bold" if each.verdict.startswith("chosen") else "normal")
@@ -176,8 +177,8 @@ def _draw_times(axis: Any, place: int, each: Any) -> None:
     for at, (name, color) in enumerate(_COLORS.items()):
         seconds = getattr(each.time, name)
         if seconds is not None:
-            at_height = place + 0.25 * (at - (len(_COLORS) - 1) / 2)
-            axis.barh(at_height, seconds * 1e3, 0.22, color=color, alpha=_strength(each))
+            at_height = place + 0.2 * (at - (len(_COLORS) - 1) / 2)
+            axis.barh(at_height, seconds * 1e3, 0.17, color=color, alpha=_strength(each))
 
 
 def _draw_peak(axis: Any, place: int, each: Any) -> None:

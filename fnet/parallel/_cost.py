@@ -3,26 +3,32 @@ and the cost of the step in dollars and watt-hours."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fnet.cost._count import Count
+from fnet.cost._latency import latency_seconds
 from fnet.cost._roofline import compute_seconds
 from fnet.hardware import Chip
+from fnet.parallel._ledger import Transfer
 from fnet.parallel._targets import Target
 
 
 class Time(NamedTuple):
     """The times, in seconds, that a step needs for computation, for memory traffic, and for
-    transfers over the links between chips, at the peak rates of the chips. A time is None if it is
-    unknown. Computation, memory traffic and transfers are assumed to overlap perfectly, so the
-    longest of their times is the minimum time of the step."""
+    transfers over the links between chips, at the peak rates of the chips, and for its kernels,
+    turns of loops and messages, which take time however small they are. A time is None if it is
+    unknown. All of them are assumed to overlap perfectly, so the longest is the minimum time of the
+    step."""
 
     compute: float | None
     memory: float | None
     links: float | None
+    latency: float | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -30,12 +36,8 @@ class Time(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """The resource with the longest time: "compute", "memory", "links" or "unknown"."""
-        known = {
-            name: each
-            for name, each in zip(("compute", "memory", "links"), self)
-            if each is not None
-        }
+        """What takes longest: "compute", "memory", "links", "latency" or "unknown"."""
+        known = {name: each for name, each in self._asdict().items() if each is not None}
         return max(known, key=known.__getitem__, default="unknown")
 
 
@@ -48,6 +50,8 @@ def time(
     between: float,
     *,
     alike: int = 1,
+    messages: Sequence[Transfer] = (),
+    messages_between: Sequence[Transfer] = (),
 ) -> Time:
     """Returns the minimum time of a step.
 
@@ -62,6 +66,7 @@ def time(
         alike: the number of devices that repeat the same work. Devices along an axis of the mesh
             repeat the same work if neither the batch nor a parameter is split over this axis.
             Default 1.
+        messages, messages_between: the transfers within and between groups.
     """
     chip, share = target.chip, target.chip.chips_of(target.count)
     by_scope = compute_seconds(counted, chip, share / alike, None)
@@ -76,7 +81,42 @@ def time(
         if any(amount and not rate for amount, rate in rates)
         else sum(amount / rate for amount, rate in rates if amount)
     )
-    return Time(compute, memory, links)
+    steps = latency_seconds(counted.total, chip)
+    if steps is not None:
+        steps += _waiting(messages, chip, network=False)
+        steps += _waiting(messages_between, chip, network=True)
+    return Time(compute, memory, links, steps)
+
+
+def _waiting(transfers: Sequence[Transfer], chip: Chip, *, network: bool) -> float:
+    """Returns the seconds that collectives take for their messages, however small these are."""
+    known = chip.latency
+    if known is None:
+        return 0.0
+    hop = (known.network if network else known.hop) or 0.0
+    start = known.collective or 0.0
+    return sum(
+        each.times * (start + hop * hops(each.collective, each.group, chip, network=network))
+        for each in transfers
+        if each.group > 1
+    )
+
+
+def hops(collective: str, group: int, chip: Chip, *, network: bool = False) -> int:
+    """Returns how many messages follow each other in a collective of `group` devices.
+
+    GPUs, and slices over the network, pass messages around a ring. TPUs do so along each axis of
+    their torus, in both directions at once (scaling-book, sharding, a note on ICI latency). An
+    all-reduce is a reduce-scatter and an all-gather.
+    """
+    if collective in ("collective-permute", "collective-broadcast"):
+        return 1
+    once = group - 1
+    if chip.kind == "tpu" and not network:
+        axes = 3 if chip.links and "3D" in (chip.links.topology or "") else 2
+        chips = max(1.0, chip.chips_of(group))
+        once = axes * math.ceil(chips ** (1 / axes) / 2 - 1e-9) if chips > 2 else 1
+    return 2 * once if collective == "all-reduce" else once
 
 
 class Units(NamedTuple):

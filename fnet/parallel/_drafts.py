@@ -143,7 +143,15 @@ class Drafts:
         if each.compiled and each.compiled.ledger:
             sent -= between  # the ledger of a compiled program includes it
         time = _cost.time(
-            counted, self.chips, state, each.persistent, max(0, sent), between, alike=self.alike
+            counted,
+            self.chips,
+            state,
+            each.persistent,
+            max(0, sent),
+            between,
+            alike=self.alike,
+            messages=each.ledger.transfers,
+            messages_between=each.estimate.between.transfers,
         )
         time = waiting(time, self.pipeline(each.options))
         return dataclasses.replace(each, time=time, mfu=self.utilization(counted, time.seconds))

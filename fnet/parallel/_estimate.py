@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fnet.axes import batch_axes, before
-from fnet.cost._count import Kept, heavy
+from fnet.cost._fusion import Kept, heavy
 from fnet.jaxpr import Frame, Scope, description, marks, nbytes, product, read, scan
 from fnet.parallel._ledger import Ledger, Transfer
 from fnet.parallel._live import Held, Inner, Live, peak

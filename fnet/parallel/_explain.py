@@ -127,9 +127,7 @@ def _costs(plan) -> list[str]:
     time, units = plan.chosen.time, _cost.units(plan.shapes)
     if not time.seconds:  # unknown, or a step that reads nothing
         return []
-    parts = [
-        f"{name} {seconds_text(each)}" for name, each in zip(("compute", "memory", "links"), time)
-    ]
+    parts = [f"{name} {seconds_text(each)}" for name, each in time._asdict().items()]
     said = [
         f"a step at the chips' peak rates (estimated): {seconds_text(time.seconds)}, bound by "
         f"{time.bound} ({', '.join(parts)}), {units.count / time.seconds:,.0f} {units.name}/s at "

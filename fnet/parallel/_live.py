@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fnet import _jax
-from fnet.cost._count import Kept, heavy
+from fnet.cost._fusion import Kept, heavy
 from fnet.jaxpr import Frame
 
 

@@ -81,7 +81,7 @@ def _seconds(each: Candidate) -> float:
 
 
 def _criteria(candidates: Sequence[Candidate]) -> list[Callable[[Candidate], float]]:
-    known = all(None not in each.time for each in candidates)
+    known = all(None not in each.time[:3] for each in candidates)
     return [_seconds, sent] if known else [sent, _seconds]
 
 

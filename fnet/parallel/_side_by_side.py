@@ -125,6 +125,9 @@ class OnChips:
             else unknown,
             "FLOPs of a step": Figure(f"{si(self.count.flops)}F", "exact"),
             "bytes moved by a step": Figure(f"{si(self.count.total.fused_bytes)}B", "estimated"),
+            "kernels and loop turns": Figure(
+                f"{self.count.total.kernels + self.count.total.turns:,}", "estimated"
+            ),
             "bound by": Figure(time.bound, "estimated"),
             "best possible time": Figure(seconds_text(time.seconds), "estimated")
             if time.seconds
@@ -221,8 +224,9 @@ class SideBySide:
         notes = [
             "FLOPs are exact (convolutions: padding included). The best possible time is the "
             "longest of compute,",
-            "memory traffic and transfers at the chips' peak rates; programs reach a part of "
-            "these. Energy: this",
+            "memory traffic and transfers at the chips' peak rates, and of the latency of kernels, "
+            "loops and",
+            "messages (estimated); programs reach a part of these rates. Energy: this",
             "time at the chips' thermal design power, without host and cooling.",
         ]
         notes += [

@@ -11,7 +11,8 @@ import jax
 
 from fnet import jaxpr
 from fnet.cost import Cost
-from fnet.cost._count import count_frame, fused_traffic
+from fnet.cost._count import count_frame
+from fnet.cost._fusion import fused_traffic
 from fnet.introspect._graph._nest import Item, Mark, nest
 from fnet.introspect._graph._phases import BACKWARD, FORWARD, UPDATE, phases
 from fnet.jaxpr import Frame, Op
