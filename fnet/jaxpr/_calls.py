@@ -92,6 +92,15 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
     return tuple(_body("other", jaxpr, 1, None) for jaxpr in _jaxprs_in(params))
 
 
+def mapped_whole(eqn: Any) -> bool:
+    """Whether an equation is a shard_map over every axis of its mesh. XLA divides nothing inside
+    of it."""
+    if eqn.primitive.name != "shard_map":
+        return False
+    mesh = eqn.params["mesh"]
+    return set(mesh.axis_names) <= {*mesh.manual_axes, *eqn.params["newly_manual_axes"]}
+
+
 def solve_inputs(eqn: Any) -> tuple[int, ...]:
     """Returns the indices of the inputs of a custom_linear_solve that its forward solve gets."""
     lengths = eqn.params["const_lengths"]

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from fnet import jaxpr
 from fnet.axes import batch_axes, before
-from fnet.jaxpr import DOT, Interpreter, Value, misdivided, nbytes, restore, scan
+from fnet.jaxpr import DOT, Interpreter, Value, misdivided, nbytes, plain, restore, scan
 from fnet.transforms._autocast._lowered import lowered
 
 PINNED = frozenset(
@@ -130,6 +130,8 @@ class _Typed(Interpreter):
         self.mesh, self.avoided = mesh, {}
 
     def equation(self, eqn, at, inputs, plan):
+        if jaxpr.mapped_whole(eqn):
+            return plain(eqn, inputs)
         whole = _whole(eqn, self.mesh)
         if whole is None:
             return NotImplemented
@@ -225,6 +227,10 @@ class Pins(Interpreter):
         if name in _CALLS:
             outputs = self.default(eqn, at, inputs, (PARTIAL,) * len(eqn.outvars))
             return [y if y.note == PARTIAL else Value(y.x, note) for y, note in zip(outputs, notes)]
+        if jaxpr.mapped_whole(eqn):
+            return plain(eqn, inputs)
+        if name == "shard_map":  # the user divides the rows, XLA the rest
+            inputs = [Value(value.x) for value in inputs]
         if (apart := self.apart(eqn, inputs, notes)) is not None:
             return apart
         whole = misdivided.in_equation(eqn, self.mesh)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet import hardware
+from fnet import hardware, jaxpr
 from fnet.cost import MFU
 from fnet.jaxpr import Compiled, Form, misdivided, pack
 from fnet.parallel import _check, _compile, _cost, _explain, _mesh
@@ -295,8 +295,12 @@ class Plan:
     def _applied(self, step: Callable) -> Callable:
         """Returns the step, rewritten for the strategy."""
         mesh = self.mesh if self._typed else misdivided.with_automatic_axes(self.mesh)
-        step = self.options.applied(step, mesh, self.axes)
-        return step if self.context is None else self.context.applied(step, mesh, self.axes)
+
+        def rewritten(step):
+            step = self.options.applied(step, mesh, self.axes)
+            return step if self.context is None else self.context.applied(step, mesh, self.axes)
+
+        return _with_plain_arrays(step, rewritten)
 
     def objection(self, state: Any, batch: Any) -> str | None:
         """Why the step cannot be called with this state and batch, or None if it can."""
@@ -353,6 +357,31 @@ def on_mesh(plan: Plan, step: Callable) -> Callable:
             return jax.sharding.reshard(inner(state, batch), results)
 
     return resharded
+
+
+def _with_plain_arrays(step: Callable, rewritten: Callable) -> Callable:
+    """Returns `rewritten(step)`. A rewriting knows the arrays of the state and of the batch by
+    their order, and the variables of an `nnx.State`, which the step may change, have none: for
+    them, the rewritten function gets lists of arrays."""
+    direct = rewritten(step)
+
+    @jaxpr.wraps(step)
+    def run(state, batch, **options):
+        if not any(isinstance(x, jaxpr.mutable.kinds()) for x in _variables((state, batch))):
+            return direct(state, batch, **options)
+        arrays, structures = zip(*map(jax.tree.flatten, (state, batch)))
+
+        def of_arrays(*arrays, **options):
+            return step(*map(jax.tree.unflatten, structures, arrays), **options)
+
+        return rewritten(of_arrays)(*arrays, **options)
+
+    return run
+
+
+def _variables(tree: Any) -> list:
+    kinds = jaxpr.mutable.kinds()
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)) if kinds else []
 
 
 def rows_over(mesh) -> tuple[str, ...]:

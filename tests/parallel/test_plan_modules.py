@@ -141,6 +141,28 @@ def test_microbatches_of_a_step_of_modules():
     np.testing.assert_allclose(got, step(*init(jax.random.key(0)), BATCH), rtol=1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["data", "fsdp+pins"])
+def test_the_state_of_a_module_is_a_state(strategy):
+    graph = nnx.graphdef(init(jax.random.key(0)))
+
+    def pure(state, batch):
+        model, optimizer = nnx.merge(graph, state["params"])
+        value = step(model, optimizer, batch["scale"] * batch["x"])
+        return {"count": state["count"] + 1, "params": nnx.state((model, optimizer))}, value
+
+    def begin(key):
+        return {"count": jnp.zeros((), jnp.int32), "params": nnx.state(init(key))}
+
+    batch = {"scale": np.float32(2), "x": BATCH}
+    plan = parallel.plan(pure, begin, batch, devices=jax.devices()[:4], strategy=strategy)
+    state, value = plan.jit(pure)(plan.init(jax.random.key(0)), batch)
+    expected, wanted = pure(begin(jax.random.key(0)), batch)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state, expected
+    )
+
+
 def test_wrong_calls_and_steps_are_named():
     plan = planned("data")
     model, optimizer = plan.init(jax.random.key(0))
