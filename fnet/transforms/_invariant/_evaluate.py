@@ -69,6 +69,8 @@ def _outputs(eqn: Any, arrays: list, at: Size) -> list:
             shape = at_size(eqn.outvars[0].aval.shape, 1)
             return [jnp.broadcast_to(at.row, shape).astype(eqn.outvars[0].aval.dtype)]
     arrays = _ordered(eqn, arrays)
+    if name == "div":  # XLA would multiply by the reciprocal, or not, as its passes come by
+        arrays = list(lax.optimization_barrier(arrays))
     results = jaxpr.bind(eqn, arrays, **_numbers(at.rows, **eqn.params))
     return _ordered(eqn, [value.x for value in results])
 

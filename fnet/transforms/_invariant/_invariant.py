@@ -84,6 +84,11 @@ def invariant(
     return same
 
 
+def is_invariant(f: Any) -> bool:
+    """Whether a function is a result of `invariant`."""
+    return isinstance(getattr(getattr(f, "explained", None), "__self__", None), _Invariant)
+
+
 class _Call:
     """A call of an invariant function.
 
