@@ -168,7 +168,7 @@ def test_files_are_replaced_and_synced_in_one_module():
     """Files are written whole or not at all, and only fnet/_util/_files.py knows how."""
     found = {str(path.relative_to(PACKAGE)): set(replacements(path)) for path in FILES}
     assert {name: calls for name, calls in found.items() if calls} == {
-        "_util/_files.py": {"os.replace", "os.fsync"},
+        "_util/_files.py": {"os.replace", "os.fsync", "os.link"},
         # Folders: a checkpoint is complete when its folder has its number, and `tidy` completes or
         # takes back what a killed process has begun.
         "training/checkpoints/_folder.py": {"os.rename"},

@@ -62,6 +62,26 @@ def write(path: Path, content: bytes | str, *, durable: bool = False, alone: boo
         new.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def create(path: Path, content: bytes) -> bool:
+    """Writes a file whole, unless it exists. Returns whether it was written.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     create(Path(folder, "first"), b"a"), create(Path(folder, "first"), b"b")
+    (True, False)
+    """
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        new.write_bytes(content)
+        os.link(new, path)  # unlike a rename, a link does not replace a file
+    except FileExistsError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink()
+    return True
+
+
 def write_json(path: Path, content: Any, *, indent: int = 2) -> None:
     """Replaces a file by a value of JSON types, for people to read."""
     write(path, f"{json.dumps(content, indent=indent)}\n")

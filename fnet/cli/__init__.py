@@ -16,6 +16,7 @@ Its commands:
     fnet plan module:function --devices v5e:16x16           selects the sharding of a training step
     fnet lock step.py:make  writes down what a training step computes
     fnet diff step.lock     names the first equation of the step that an upgrade of JAX, or of the code, has changed
+    fnet run --elastic FOLDER -- python train.py            trains on hosts that come and go
     fnet sweep SCRIPT --space space.json --budget 30m       searches for hyperparameters
     fnet reduce runs/digits                                 reduces the step at which a run failed to a short script
     fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    compares a training step on several chips
@@ -40,6 +41,7 @@ from fnet.cli import (
     _plan,
     _reduce,
     _report,
+    _run,
     _serve,
     _sweep,
 )
@@ -57,6 +59,7 @@ _COMMANDS = {
     "compare": _compare,
     "report": _report,
     "reduce": _reduce,
+    "run": _run,
     "sweep": _sweep,
 }
 

@@ -101,9 +101,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def separate(argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Splits a command line at --. Returns the arguments before --, which are those of `fnet
-    sweep`, and the arguments after --, which are the flags of the script."""
-    if "sweep" not in argv or "--" not in argv:
+    """Splits a command line of `fnet sweep` or `fnet run` at --. Returns the arguments before --,
+    which are those of `fnet`, and the arguments after --, which are those of the program that it
+    starts."""
+    if not {"sweep", "run"} & set(argv) or "--" not in argv:
         return argv, []
     at = list(argv).index("--")
     return argv[:at], list(argv[at + 1 :])

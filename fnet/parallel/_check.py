@@ -23,6 +23,11 @@ def shape(path, x):
     return jax.ShapeDtypeStruct(made.shape, made.dtype)
 
 
+def sizes(batch) -> set[int]:
+    """Returns the numbers of rows of the leaves of a batch."""
+    return {x.shape[0] for x in jax.tree.leaves(batch) if x.ndim}
+
+
 def rows(batch, chips: int) -> int:
     """Returns the number of rows of a batch, after checking that it is a multiple of the number of
     devices."""

@@ -29,7 +29,7 @@ def initialize(
 
     Call it in every process, before any other use of JAX. In a run of one process, and when called
     again, it does nothing. Pass the first three arguments together, or none of them if JAX can
-    detect their values (see `jax.distributed.initialize`).
+    detect their values (see `jax.distributed.initialize`), or if `fnet run` has started the process.
 
     Args:
         coordinator_address: the address of process 0 as "host:port", such as "10.0.0.1:1234".
@@ -65,6 +65,8 @@ def initialize(
     if jax.distributed.is_initialized():
         return
     coordinator_address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if num_processes is None and process_id is None and "FNET_PROCESSES" in os.environ:
+        num_processes, process_id = (int(os.environ[f"FNET_{x}"]) for x in ("PROCESSES", "PROCESS"))
     given = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,

@@ -21,7 +21,7 @@ from fnet.parallel._pins import avoided, avoided_with_types
 from fnet.parallel._pipeline import depth
 from fnet.parallel._plan import Candidate, Plan, rows_over
 from fnet.parallel._strategies import Strategy, ladder
-from fnet.parallel._targets import target
+from fnet.parallel._targets import dividing, target
 from fnet.transforms._modules import of_arrays
 
 FIRST = (
@@ -64,9 +64,10 @@ def plan(
             `state.params`, `state["params"]` or `state[0]`.
         batch: a batch, or its shapes and dtypes. The first axis of each leaf contains the rows (the
             examples); leaves without axes, such as a key, have none.
-        devices: "local" (default: all devices of this run), a list of devices, or a name: a slice
-            of TPUs ("v5e:16x16", "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8" for four machines
-            with eight each), a chip ("RTX 3080") or a system ("dgx-1").
+        devices: "local" (default: all devices of this run), "dividing" (the most of them over
+            which the rows can be divided), a list of devices, or a name: a slice of TPUs
+            ("v5e:16x16", "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8" for four machines with
+            eight each), a chip ("RTX 3080") or a system ("dgx-1").
         strategy: one of `parallel.STRATEGIES`, optionally with "+remat" and "+microbatches=N".
             "auto" (default) compares them all, "fsdp" compares "fsdp" and "fsdp+pins".
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}, where one may be
@@ -109,8 +110,10 @@ def plan(
         if not callable(function):
             raise TypeError(f"plan: {name} must be a function; got {function!r}")
     announce = announce or (lambda stage: None)
-    chips = target(_mesh.devices(mesh, devices))
     batch = jax.tree.map_with_path(_check.shape, batch)
+    if isinstance(devices, str) and devices == "dividing":
+        devices = dividing(_check.sizes(batch), mesh)
+    chips = target(_mesh.devices(mesh, devices))
     axes, rows = _mesh.sizes(chips, mesh), _check.rows(batch, 1)
     asked = strategy.split("+")[0] == AXIS
     over_time = _context_meshes.candidates(chips, mesh, rows, asked=asked)

@@ -3,13 +3,14 @@ name. Devices that are specified by name need not be attached."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -37,7 +38,7 @@ _LIBTPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
 }
 _FORMS = (
-    "'local', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p:4x4x4*2', GPUs such as "
+    "'local', 'dividing', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p:4x4x4*2', GPUs such as "
     "'h100:4x8' (4 machines of 8), a chip such as 'RTX 3080', or a system such as 'dgx-1'"
 )
 
@@ -120,6 +121,47 @@ def target(what: str | Sequence[jax.Device]) -> Target:
     raise ValueError(f"plan: devices must be {_FORMS}; got {what!r}" + _nearest(kind))
 
 
+def dividing(rows: Iterable[int], mesh: Any) -> list[jax.Device]:
+    """Returns the most devices of this run over which all numbers of rows can be divided, the same
+    number of each process as far as possible.
+
+    Args:
+        rows: numbers of rows.
+        mesh: the lengths of the mesh's axes, or None.
+
+    Raises:
+        ValueError: the mesh is not a dict, or there are fewer such devices than processes.
+    """
+    if mesh is not None and not isinstance(mesh, Mapping):
+        raise ValueError(
+            "plan: devices='dividing' chooses the devices, and this mesh has its own; pass the "
+            "lengths of its axes, such as mesh={'tensor': 2}"
+        )
+    whole = math.gcd(*rows)
+    tied = math.prod(
+        n for name, n in (mesh or {}).items() if name not in ("data", "slice") and n > 0
+    )
+    by_process: dict[int, list] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    queue = [
+        devices[i]
+        for i in range(max(map(len, by_process.values())))
+        for devices in by_process.values()
+        if i < len(devices)
+    ]
+    most = next(
+        (n for n in range(len(queue), 0, -1) if n % tied == 0 and whole % (n // tied) == 0), 0
+    )
+    if most < len(by_process):
+        raise ValueError(
+            f"plan: no number of devices from {len(by_process)}, one of each process, to {len(queue)} "
+            f"divides {whole} rows" + f" x {tied} (mesh={dict(mesh or {})})" * (tied > 1)
+        )
+    used = set(queue[:most])
+    return [device for device in jax.devices() if device in used]
+
+
 def _nearest(name) -> str:
     if len(variants := hardware.chips.variants(name)) > 1:
         return f": the catalog has {len(variants)} chips {name!r}: {', '.join(map(repr, variants))}; choose one"
@@ -133,8 +175,9 @@ def _nearest(name) -> str:
 def _present(devices, name) -> Target:
     chip = hardware.detect(devices[0])
     hosts = {device.process_index for device in devices}
-    slices = {getattr(device, "slice_index", None) for device in devices}
-    groups = len(slices) if len(slices) > 1 else 1 if chip.kind == "tpu" else len(hosts)
+    groups = _groups([getattr(device, "slice_index", None) for device in devices])
+    if groups == 1 and chip.kind != "tpu":
+        groups = _groups([device.process_index for device in devices])
     here = jax.process_count() == 1 or jax.process_index() in hosts
     axes = None
     if chip.kind == "tpu" and hasattr(devices[0], "coords"):
@@ -151,6 +194,13 @@ def _present(devices, name) -> Target:
         "",
         *_rates(chip, axes, len(devices) // groups),
     )
+
+
+def _groups(of_devices: list) -> int:
+    """Returns the number of groups of devices, or 1 if they are not of equal size: a mesh axis over
+    the groups needs as many devices of each."""
+    counts = collections.Counter(of_devices).values()
+    return len(counts) if len(set(counts)) == 1 else 1
 
 
 def _by_name(name) -> Target:

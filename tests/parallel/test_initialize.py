@@ -23,6 +23,17 @@ def test_one_process_needs_nothing():
     assert not jax.distributed.is_initialized()
 
 
+def test_a_process_of_fnet_run_finds_its_place(monkeypatch):
+    monkeypatch.setenv("FNET_PROCESSES", "1")
+    monkeypatch.setenv("FNET_PROCESS", "0")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    assert parallel.initialize() is None
+    monkeypatch.setenv("FNET_PROCESS", "1")
+    monkeypatch.setenv("FNET_PROCESSES", "2")
+    with pytest.raises(RuntimeError, match="JAX is already initialized"):
+        parallel.initialize()
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [

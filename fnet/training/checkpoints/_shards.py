@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fnet.parallel._gather import gather
 from fnet.training.checkpoints import _leaves, _manifest
 from fnet.training.checkpoints._manifest import Damaged
 from fnet.training.checkpoints._storage import StorePath
@@ -147,14 +148,10 @@ def together(problem: BaseException | None) -> np.ndarray:
     """Returns an array with a code for each process: 0 if the process has read its shards, 1 if it
     has found damage, and 2 if any other error has occurred. `problem` is the error of this process,
     or None. Every process must call `together`."""
-    from jax.experimental import multihost_utils
-
     code = 0 if problem is None else 1 if isinstance(problem, Damaged) else 2
-    return np.atleast_1d(multihost_utils.process_allgather(np.int32(code)))
+    return gather(np.int32(code))
 
 
 def first_says(value: int) -> int:
     """Returns the `value` that process 0 has passed. Every process must call `first_says`."""
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    return int(gather(np.int32(value))[0])

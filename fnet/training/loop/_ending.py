@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import NoReturn
 
-import numpy as np
-
+from fnet.parallel._gather import gather
 from fnet.training.loop._options import Options
 from fnet.training.loop._recovery import Recovery
 from fnet.training.loop._run_state import RunState
@@ -81,10 +80,7 @@ class Ending:
 
     def _exchange(self) -> None:
         """Receives the signals that were sent to the other processes."""
-        from jax.experimental import multihost_utils
-
-        received = np.int32(self.signals.received is not None)
-        if multihost_utils.process_allgather(received).any():
+        if gather(self.signals.received is not None).any():
             self.signals.received = self.signals.received or "a signal to another process"
 
     def _interrupt(self) -> NoReturn:

@@ -34,6 +34,7 @@ from fnet.training.loop._recovery import NONFINITE
 from fnet.training.loop._run_state import RunState
 from fnet.training.loop._signals import Signals, Stopping, signals
 from fnet.training.record._logs import Logger
+from fnet.transforms._invariant._invariant import is_invariant
 
 
 def fit(
@@ -180,6 +181,7 @@ def fit(
             f"fit(..., on_step=): expected a function of a StepEnd, or several; got {on_step!r}"
         )
     _check_types(progress=progress, early_stop=early_stop, best=best, plan=plan)
+    invariant = is_invariant(step)
     carried = Carried(step, state, plan)
     step, state, plan = carried.step, carried.state, carried.plan
     _check_counter(state)
@@ -259,6 +261,7 @@ def fit(
             plan=plan,
         )
         run, reports = loop.run, loop.reports
+        run.facts["invariant"] = invariant
         if reducing is not None:
             run.restore()
             _reducing.reduce(reducing, loop.recovery)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fnet.parallel._gather import gather
 from fnet.training.loop._fingerprint import ResumeWarning
 
 
@@ -23,12 +24,10 @@ def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if jax.process_count() == 1:
         return position
-    from jax.experimental import multihost_utils
-
     text = np.frombuffer(json.dumps(position).encode(), np.uint8)
-    most = int(multihost_utils.process_allgather(np.int32(text.size)).max())
-    texts = multihost_utils.process_allgather(np.pad(text, (0, most - text.size)))
-    return {"processes": [json.loads(bytes(each).rstrip(b"\0")) for each in np.asarray(texts)]}
+    most = int(gather(np.int32(text.size)).max())
+    texts = gather(np.pad(text, (0, most - text.size)))
+    return {"processes": [json.loads(bytes(each).rstrip(b"\0")) for each in texts]}
 
 
 def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:

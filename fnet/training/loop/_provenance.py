@@ -41,6 +41,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         "plan": "the plan",
         "jaxlib": "jaxlib",
     }
+    if before.get("invariant") and now.get("invariant"):  # of these, by `ft.invariant`
+        for name in ("devices", "processes", "plan"):
+            del words[name]
     changed = [
         f"{what} was {before[name]}, is {now[name]}"
         for name, what in words.items()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fnet.parallel._gather import gather
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._reading import CheckpointError
 from fnet.training.loop import _best_values, _nonfinite, _positions, _provenance
@@ -220,9 +221,7 @@ class RunState:
         """Restores the newest complete checkpoint, if there is one."""
         exists = self.checkpoints.latest() is not None or bool(self.checkpoints.damaged())
         if not self.spread.alone:  # waits until the first process has cleared the folder
-            from jax.experimental import multihost_utils
-
-            exists = bool(multihost_utils.broadcast_one_to_all(np.array(exists)))
+            exists = bool(gather(exists)[0])
         if not exists:
             return
         self.load()
