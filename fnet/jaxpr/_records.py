@@ -146,6 +146,7 @@ class Convolution(NamedTuple):
     padding: Sequence[tuple[int, int]]
     lhs_dilation: Shape
     rhs_dilation: Shape
+    precision: Any
 
 
 class Draw(NamedTuple):
@@ -156,6 +157,12 @@ class Draw(NamedTuple):
 
 class Size(NamedTuple):
     dim: Any  # an expression of symbolic sizes
+
+
+class Attention(NamedTuple):
+    """Of fnet's own attention, forward and backward."""
+
+    form: Any
 
 
 class Power(NamedTuple):
@@ -200,6 +207,7 @@ _RECORDS: dict[str, type] = {
     "dot_general": Dot,
     "conv_general_dilated": Convolution,
     "integer_pow": Power,
+    **dict.fromkeys(("attention", "attention_backward"), Attention),
     "convert_element_type": Convert,
     "while": While,
 }

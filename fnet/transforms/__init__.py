@@ -44,6 +44,7 @@ from fnet.transforms._fold import fold
 from fnet.transforms._implicit import use_implicit_arrays
 from fnet.transforms._invariant._invariant import invariant
 from fnet.transforms._microbatch import microbatch
+from fnet.transforms._pack._pack import pack
 from fnet.transforms._pmap import pmap, replicate, shard, unreplicate
 from fnet.transforms._rematerialize import rematerialize
 from fnet.transforms._tune._tune import tune
@@ -73,6 +74,7 @@ __all__ = [
     "loss_scale_state",
     "microbatch",
     "name_scopes",
+    "pack",
     "per_example",
     "pmap",
     "rematerialize",

@@ -117,7 +117,7 @@ class Tuning:
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
-    """Explains what autocast, tune, fold, bucket, invariant or use_implicit_arrays does.
+    """Explains what autocast, tune, fold, bucket, pack, invariant or use_implicit_arrays does.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
@@ -129,18 +129,18 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     run.
 
     Args:
-        f: the result of `autocast`, `tune`, `fold`, `bucket`, `invariant` or `use_implicit_arrays`,
-            or a step of `search.population`, also wrapped in `jit` or `functools.partial`. Of
+        f: the result of `autocast`, `tune`, `fold`, `bucket`, `pack`, `invariant` or
+            `use_implicit_arrays`, or a step of `search.population`, also wrapped in `jit` or `functools.partial`. Of
             several transforms, the outermost is explained.
         args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-        An `Explanation`, `Tuning`, `Folds`, `Buckets`, `Invariance` or `Uses` object, which `print`
-        shows as a table.
+        An `Explanation`, `Tuning`, `Folds`, `Buckets`, `Packing`, `Invariance` or `Uses` object,
+        which `print` shows as a table.
 
     Raises:
-        ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `bucket`, `invariant`,
-            `use_implicit_arrays` or `search.population`.
+        ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `bucket`, `pack`,
+            `invariant`, `use_implicit_arrays` or `search.population`.
 
     >>> half = ft.autocast(lambda x: jnp.exp(x @ x), "bfloat16")
     >>> [(row.primitive, row.dtype) for row in ft.explain(half, jnp.ones((2, 2))).rows]

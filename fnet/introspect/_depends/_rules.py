@@ -145,10 +145,11 @@ def _pointwise(eqn: Any, operands: Sequence[Reach], assumed: Assumptions) -> lis
     merged = union(shape, ranked)
     low, high = merged.low, merged.high
     value = known = below = None
-    if (folded := _known.fold(eqn, ranked)) is not None:
-        value, known = folded
-    elif (folded := _known.logic(eqn, ranked)) is not None:
-        value, known = folded
+    facts = [_known.fold(eqn, ranked), _known.logic(eqn, ranked)]
+    if known_facts := [each for each in facts if each is not None]:
+        value, known = known_facts[0]
+        for more_value, more_known in known_facts[1:]:
+            value, known = np.where(known, value, more_value), known | more_known
     elif name in ("sub", "xor") and eqn.invars[0] is eqn.invars[1]:
         if np.dtype(merged_dtype := eqn.outvars[0].aval.dtype).kind in "biu":
             one = (1,) * len(shape)
