@@ -14,6 +14,7 @@
 - `tag`: names a value of a program.
 - `flatten`, `stable`: `flatten` rewrites a program so that it contains only a few primitives, and
   `stable` represents the rewritten program as plain data.
+- `rolled`: repeated equations of a program, such as the blocks of a model, as scans.
 - `read`: a jaxpr as a flat list of operations, in which calls are inlined.
 - `mutable`, `pack`: flax.nnx modules among the arguments of a function, and trees with modules as
   trees of arrays.
@@ -86,6 +87,7 @@ from fnet.jaxpr._primitives import (
 )
 from fnet.jaxpr._records import options, reduced_axes
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
+from fnet.jaxpr._rolled import rolled
 from fnet.jaxpr._rows import ends_by_rows, while_of_rows
 from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import in_jaxpr as scopes_in
@@ -191,6 +193,7 @@ __all__ = [
     "restore",
     "results_boxed",
     "rewrite",
+    "rolled",
     "scan",
     "scope_of_operation",
     "scopes_in",

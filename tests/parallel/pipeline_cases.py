@@ -3,10 +3,12 @@
 Each step returns the new state, the loss and the gradients.
 """
 
+import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax import lax
 
 from fnet import layers as nn
@@ -24,8 +26,8 @@ def trained(loss, params, batch, dtype, *, microbatches=1):
 
     def step(state, batch):
         value_and_grad = ft.microbatch(jax.value_and_grad(loss), microbatches)
-        value, grads = value_and_grad(state["params"], batch)
-        with jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"):  # for Flax and Optax
+            value, grads = value_and_grad(state["params"], batch)
             updates, opt = TX.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt": opt}, {"loss": value, "grads": grads}
@@ -202,4 +204,98 @@ CASES = {
     "gqa": gqa,
     "vit": vit,
     "rematerialize": rematerialized,
+}
+
+
+# Blocks without a loop.
+
+
+def blocks(dtype):
+    """Blocks in plain JAX, one after another, between two other layers."""
+    keys = jax.random.split(jax.random.key(0), 7)
+    params = {
+        "first": jax.random.normal(keys[0], (4, 16)),
+        "blocks": [{"w": jax.random.normal(key, (16, 16)) / 4} for key in keys[1:5]],
+        "head": jax.random.normal(keys[5], (16, 4)),
+    }
+
+    def loss(params, x):
+        x = x @ params["first"]
+        for block in params["blocks"]:
+            x = x + jnp.tanh(x @ block["w"])
+        return jnp.square(x @ params["head"] - 1).mean()
+
+    return trained(loss, params, jax.random.normal(keys[6], (ROWS, 4)), dtype)
+
+
+def unstacked(dtype):
+    return language(models.GPT(32, 16, 4, 2, context=8, stacked=False), dtype)
+
+
+def lstm(dtype):
+    return language(models.LSTMLanguageModel(32, 16, 4), dtype)
+
+
+def linen_transformer(dtype):
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            y = linen.LayerNorm()(x)
+            x = x + linen.MultiHeadDotProductAttention(num_heads=2)(y)
+            return x + linen.Dense(16)(linen.gelu(linen.Dense(32)(linen.LayerNorm()(x))))
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, tokens):
+            x = linen.Embed(32, 16)(tokens)
+            for _ in range(4):
+                x = Block()(x)
+            return linen.Dense(32)(linen.LayerNorm()(x))
+
+    t = tokens(8)
+    params = Model().init(jax.random.key(0), t[:1])
+    loss = lambda params, t: cross_entropy(Model().apply(params, t[:, :-1]), t[:, 1:])
+    return trained(loss, params, t, dtype)
+
+
+def nnx_transformer(dtype):
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm1, self.norm2 = (nnx.LayerNorm(16, rngs=rngs) for _ in range(2))
+            self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+            self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            x = x + self.attention(self.norm1(x))
+            return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(32, 16, dtype=dtype, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+            self.head = nnx.Linear(16, 32, rngs=rngs)
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)))
+    params = nnx.to_pure_dict(params)
+
+    def loss(params, t):
+        state = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
+        nnx.replace_by_pure_dict(state, params)
+        return cross_entropy(nnx.merge(graph, state)(t[:, :-1]), t[:, 1:])
+
+    return trained(loss, params, tokens(8), dtype)
+
+
+UNROLLED = {
+    "blocks": blocks,
+    "unstacked": unstacked,
+    "lstm": lstm,
+    "linen": linen_transformer,
+    "nnx": nnx_transformer,
 }

@@ -8,7 +8,7 @@ import pytest
 from checks import close, sampled
 from jax import lax
 from jax.sharding import AxisType
-from pipeline_cases import CASES, ROWS, trained
+from pipeline_cases import CASES, ROWS, UNROLLED, trained
 
 from fnet import layers as nn
 from fnet.parallel._pipeline import Schedule, pipelined, schedule
@@ -30,7 +30,7 @@ def mesh_of(data, stage):
 def compared(case, mesh, run=None, *, dtype=jnp.float64, tolerance=1e-9, **options):
     """`run` of a step, by default two steps, on the stages, compared with one device."""
     with jax.enable_x64(dtype == jnp.float64):
-        step, state, batch = CASES[case](dtype)
+        step, state, batch = {**CASES, **UNROLLED}[case](dtype)
         records = []
         spread = pipelined(step, mesh_of(*mesh), record=records.append, **options)
         got, want = (certain(jax.jit((run or twice)(f))(state, batch)) for f in (spread, step))
@@ -71,6 +71,12 @@ def test_equal_to_one_device(case):
 @pytest.mark.parametrize("case", sampled(CASES, ("checkpoint", "dropout")))
 def test_equal_to_one_device_in_rounds(case):
     compared(case, (4, 2), microbatches=2, rounds=2)
+
+
+@pytest.mark.parametrize("case", sampled(UNROLLED, ("blocks",)))
+def test_blocks_without_a_loop(case):
+    records = compared(case, (2, 4), microbatches=4)
+    assert [(each.layers, each.rolled) for each in records[:2]] == [(4, True)] * 2
 
 
 @pytest.mark.parametrize("name", sampled(SCHEDULES, ("1x8 m8 v1", "2x4 m8 v2", "4x2 m2 v1")))
@@ -132,7 +138,7 @@ def test_a_step_without_layers():
         jnp.ones((16, 4)),
         "float32",
     )
-    assert "the step has no loop over layers: a lax.scan whose carry" in refused(step, state, batch)
+    assert "the step has no layers: neither a lax.scan whose carry" in refused(step, state, batch)
 
 
 def layers_of(function):

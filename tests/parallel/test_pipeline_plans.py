@@ -9,14 +9,14 @@ import pytest
 from checks import close
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from pipeline_cases import CASES
+from pipeline_cases import CASES, UNROLLED
 
 from fnet import parallel
 from fnet.parallel import Strategy
 
 
 def planned(case, dtype=jnp.float32, **options):
-    step, state, batch = CASES[case](dtype)
+    step, state, batch = {**CASES, **UNROLLED}[case](dtype)
     return parallel.plan(step, lambda key: state, batch, **options), step, state, batch
 
 
@@ -78,6 +78,13 @@ def test_meshes_of_the_strategy_pipeline():
 def test_plans_of_models(case, strategy):
     plan, *case = planned(case, strategy=strategy, mesh={"data": 2, "stage": 4})
     assert plan.strategy.startswith(strategy)
+    follows(plan, *case)
+
+
+def test_blocks_without_a_loop():
+    plan, *case = planned("blocks", mesh={"data": 2, "stage": 4}, compile=False)
+    assert [(each.layers, each.rolled) for each in plan.pipeline] == [(4, True)] * 2
+    assert "the layers are blocks without a loop: their parameters are split over all" in str(plan)
     follows(plan, *case)
 
 

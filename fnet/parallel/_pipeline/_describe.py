@@ -11,12 +11,17 @@ def described(pipeline: Sequence[Pipelined]) -> list[str]:
     """Returns a line for each pipeline of a step, and one for what is outside of the layers."""
     if not pipeline:
         return []
-    return [*map(_line, pipeline), _OUTSIDE]
+    rolled = [_ROLLED] * any(each.rolled for each in pipeline)
+    return [*map(_line, pipeline), *rolled, _OUTSIDE]
 
 
 _OUTSIDE = (
     "embeddings, heads and losses: the rows of the batch are split over all chips, stages included, "
     "so no stage has more of this work than another"
+)
+_ROLLED = (
+    "the layers are blocks without a loop: their parameters are split over all chips, and stacked and sent "
+    "to their stages in each step (nn.Stack, or a lax.scan over stacked parameters, saves this)"
 )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,41 @@ from fnet import _jax, jaxpr
 from fnet.jaxpr import POINTWISE
 
 _KEEPS = POINTWISE | frozenset(
-    ("transpose", "reshape", "optimization_barrier", "sharding_constraint", "name", "site")
+    """
+    transpose reshape broadcast_in_dim expand_dims concatenate stack optimization_barrier sharding_constraint name
+    site
+""".split()
 )
+
+
+class Opened(NamedTuple):
+    """A step whose scans over layers are known.
+
+    Attributes:
+        closed: its jaxpr, with calls inlined.
+        scans: {id: equation} of the scans over layers in it.
+        rolled: whether these are blocks that the step repeats without a loop, with parameters of
+            their own.
+    """
+
+    closed: Any
+    scans: dict[int, Any]
+    rolled: bool
+
+    @property
+    def depth(self) -> int:
+        """The number of layers: the greatest common divisor of the lengths of the scans."""
+        return math.gcd(*(jaxpr.scan(eqn).length for eqn in self.scans.values())) or 1
+
+
+def opened(closed: Any, state: int) -> Opened:
+    """Finds the layers of a step, given its jaxpr. The first `state` inputs are its state."""
+    kept = lambda eqn: eqn.primitive.name not in ("jit", "pjit") or jaxpr.has_shardings(eqn)
+    closed = jaxpr.inlined(closed, unless=kept)
+    if scans := layer_scans(closed.jaxpr, state):
+        return Opened(closed, scans, False)
+    rolled = jaxpr.rolled(closed)
+    return Opened(rolled, layer_scans(rolled.jaxpr, state), True)
 
 
 def layer_scans(program: Any, state: int) -> dict[int, Any]:
@@ -20,8 +54,8 @@ def layer_scans(program: Any, state: int) -> dict[int, Any]:
     those inside of each other.
 
     A scan over layers carries arrays, and slices one of the first `state` inputs of the program, or
-    a value computed from it elementwise, that has a matrix for each layer. So does one that slices
-    what another scan over layers has stacked, such as a backward pass.
+    a value computed from it elementwise or by stacking, that has a matrix for each layer. So does
+    one that slices what another scan over layers has stacked, such as a backward pass.
     """
     found: dict[int, Any] = {}
     _walk(program, [i < state for i in range(len(program.invars))], found)
@@ -54,8 +88,7 @@ def _outputs(eqn: Any, inputs: list[bool], found: dict[int, Any]) -> list[bool]:
         _walk(parts.jaxpr, inside, found)
         return nothing
     if any(inputs) and eqn.primitive.name in _KEEPS:
-        first = eqn.invars[inputs.index(True)].aval.shape[:1]
-        return [bool(first) and v.aval.shape[:1] == first for v in eqn.outvars]
+        return [True] * len(eqn.outvars)
     bodies = jaxpr.bodies(eqn)
     outputs = [
         _walk(body.jaxpr, [inputs[i] for i in body.inputs], found)

@@ -20,6 +20,8 @@ class Pipelined(NamedTuple):
         scope: its named scope.
         layers: the number of layers.
         backward: whether the layers run backward, as in a backward pass.
+        rolled: whether the step has no loop over the layers, but repeats them, with parameters of
+            their own, which are stacked for the pipeline.
         schedule: the schedule.
         waiting: the bytes on each chip of the microbatches that wait for the first stage, or have
             left the last one.
@@ -38,6 +40,7 @@ class Pipelined(NamedTuple):
     scope: str
     layers: int
     backward: bool
+    rolled: bool
     schedule: Schedule
     waiting: int
     transfers: tuple[Transfer, ...]
@@ -49,7 +52,12 @@ class Pipelined(NamedTuple):
 
 
 def recorded(
-    layers: Layers, schedule: Schedule, mesh: Mapping[str, int], moved: Sequence[Any]
+    layers: Layers,
+    schedule: Schedule,
+    mesh: Mapping[str, int],
+    moved: Sequence[Any],
+    *,
+    rolled: bool,
 ) -> Pipelined:
     """Returns the record of a scan. `moved` are the arrays whose layers the stages exchange before
     it, for a circular schedule."""
@@ -81,4 +89,4 @@ def recorded(
             "collective-permute", exchanged // schedule.rounds, stages, schedule.rounds
         )
     backward = bool(parts.options.get("reverse"))
-    return Pipelined(scope, parts.length, backward, schedule, rows, tuple(transfers))
+    return Pipelined(scope, parts.length, backward, rolled, schedule, rows, tuple(transfers))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from fnet import _jax, jaxpr
 from fnet.jaxpr import Value
 from fnet.parallel._pins import Pins, only_added_to, row_axes
 from fnet.parallel._pipeline._by_rows import ZERO, ByRows, NotByRows, after, before
-from fnet.parallel._pipeline._layers import layer_scans
+from fnet.parallel._pipeline._layers import opened
 from fnet.parallel._pipeline._order import exchanged
 from fnet.parallel._pipeline._records import Pipelined, recorded
 from fnet.parallel._pipeline._schedule import schedule
@@ -90,8 +89,7 @@ def stages(
 def depth(closed: Any, state: Any) -> int:
     """Returns the number of layers of a step `(state, ...) -> ...` with the jaxpr `closed`: the
     greatest common divisor of those of its scans over layers."""
-    found = layer_scans(closed.jaxpr, len(jax.tree.leaves(state)))
-    return math.gcd(*(jaxpr.scan(eqn).length for eqn in found.values())) or 1
+    return opened(closed, len(jax.tree.leaves(state))).depth
 
 
 class _Ordered(Value):
@@ -108,15 +106,15 @@ class _Pipeline(Pins):
         self.stages = mesh.shape[STAGE]
         self.state = 0
         self.found: dict[int, Any] = {}
+        self.rolled = False
 
     def opened(self, closed):
-        kept = lambda eqn: eqn.primitive.name not in ("jit", "pjit") or jaxpr.has_shardings(eqn)
-        closed = jaxpr.inlined(closed, unless=kept)
-        self.found = layer_scans(closed.jaxpr, self.state)
+        closed, self.found, self.rolled = opened(closed, self.state)
         if not self.found:
             raise ValueError(
-                "pipeline: the step has no loop over layers: a lax.scan whose carry are the "
-                "activations, and which slices stacked parameters, as nn.Stack makes it"
+                "pipeline: the step has no layers: neither a lax.scan whose carry are the "
+                "activations, and which slices stacked parameters, as nn.Stack makes it, nor "
+                "equal blocks one after another"
             )
         return closed
 
@@ -151,7 +149,7 @@ class _Pipeline(Pins):
                 arrays[i] = self.exchange(arrays[i], note, back=False)
         outputs = staged(layers, plan, self.mesh, arrays)
         if self.record is not None:
-            self.record(recorded(layers, plan, dict(self.mesh.shape), moved))
+            self.record(recorded(layers, plan, dict(self.mesh.shape), moved, rolled=self.rolled))
         notes = [note if isinstance(note, int) else None for note in layers.carry]
         ends = [Value(y, note) for y, note in zip(outputs, notes)]
         kind = _Ordered if self.rounds > 1 else Value
