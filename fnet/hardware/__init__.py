@@ -21,6 +21,7 @@ from fnet.hardware._device_check import (
     OperationCheck,
     check_devices,
 )
+from fnet.hardware._energy import EnergyMeter, energy_meter
 from fnet.hardware._formula import Check, Computed, Value, checks, computed, flop_per_dollar
 from fnet.hardware._history import history, plot
 from fnet.hardware._latency import Latency
@@ -32,6 +33,7 @@ __all__ = [
     "Chip",
     "Computed",
     "DeviceCheck",
+    "EnergyMeter",
     "FaultyDevice",
     "FrozenTable",
     "Latency",
@@ -49,6 +51,7 @@ __all__ = [
     "computed",
     "cpu_allocator",
     "detect",
+    "energy_meter",
     "flop_per_dollar",
     "history",
     "measure",

@@ -68,6 +68,8 @@ class Profile:
         chip: the chip of the roofline times (`TimedRow.bound`).
         trace: the recorded events; `trace.save(path)` writes them for ui.perfetto.dev.
         notes: the reasons why some figures are not exact.
+        joules: the measured energy of a step, including what runs beside it on the same chips, or
+            None if no counter can be read (`hardware.energy_meter`).
 
     >>> profile = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2)
     >>> profile.total.cost.matmul == 2 * 64**3, 0 < profile.coverage <= 1
@@ -83,6 +85,7 @@ class Profile:
     chip: hw.Chip
     trace: Trace = dataclasses.field(repr=False)
     notes: tuple[str, ...] = ()
+    joules: float | None = None
 
     @property
     def coverage(self) -> float:
@@ -153,6 +156,7 @@ class Profile:
             "operations' time is in fusions of several paths, which count for the path of their "
             "root",
             f"longest operations: {longest}; bound: roofline of {self.chip.name}",
+            *([] if self.joules is None else [f"measured energy: {self.joules:.3g} J a step"]),
             *(f"note: {note}" for note in self.notes),
         ]
         return Table(titles, 1, rows, footer)
@@ -235,17 +239,21 @@ def profile(
         raise TypeError(
             f"profile: jax.jit cannot compile {getattr(step, '__name__', step)!s}: {first}"
         ) from error
+    joules = []
     with _trace.folder() as folder:
         with _trace.recording(folder):
             for _ in range(repeats):
                 mine = fresh()
+                meter = hw.energy_meter()
                 with jax.profiler.TraceAnnotation(_trace.STEP):
                     jax.block_until_ready(run(*mine))
+                joules += [] if meter is None else [meter.joules()]
         recorded = _faster_half(_trace.read(folder))
     if trace is not None:
         recorded.save(trace)
     bounds = cost.roofline(step, *args, chip=chip, measure=False, depth=None)
-    return of_trace(recorded, bounds.scopes, bounds.chip, depth=depth, notes=bounds.count.notes)
+    found = of_trace(recorded, bounds.scopes, bounds.chip, depth=depth, notes=bounds.count.notes)
+    return dataclasses.replace(found, joules=sum(joules) / len(joules) if joules else None)
 
 
 def of_trace(

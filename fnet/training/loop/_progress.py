@@ -154,9 +154,10 @@ class Progress:
         rate: float | None,
         left: float | None,
         mfu: Any = None,
+        joules: float | None = None,
     ) -> None:
-        """Prints one line: the metrics at a step, the steps per second, the MFU and the remaining
-        time.
+        """Prints one line: the metrics at a step, the steps per second, the MFU, the energy of a
+        step and the remaining time.
 
         The first call also prints to which peak rate the MFU refers, or why it is unknown.
 
@@ -166,6 +167,7 @@ class Progress:
           rate: the steps per second, or None if it is unknown.
           left: the estimated remaining time in seconds, or None if it is unknown.
           mfu: a `cost.MFU` (model FLOPs utilization), or None.
+          joules: the measured energy of a step in joules, or None.
         """
         if mfu is not None and not self._explained:
             self._explained = True
@@ -174,6 +176,7 @@ class Progress:
         words += [f"{name} {value:.4g}" for name, value in values.items()]
         words += [] if rate is None else [f"{rate:.1f} steps/s"]
         words += [] if mfu is None or mfu.value is None else [f"MFU {mfu.value:.1%}"]
+        words += [] if joules is None else [f"{joules:.3g} J/step"]
         words += [] if left is None or step == self._steps else [f"ETA {duration(left)}"]
         self.line("  ".join(words))
 

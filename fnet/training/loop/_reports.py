@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fnet import cost
+from fnet import hardware as hw
 from fnet.training.loop._clock import Clock
 from fnet.training.loop._feed import Feed
 from fnet.training.loop._progress import Progress
@@ -30,6 +31,7 @@ class Reports:
       open: a function that returns such a logger, for the step that the run has reached.
       clock: measures the steps per second.
       utilization: a function of the steps per second that returns the model FLOPs utilization.
+      energy: measures the energy of the devices, if their counters can be read.
     """
 
     logger: Logger | None = None
@@ -40,6 +42,9 @@ class Reports:
         self.progress = progress
         self.steps = steps
         self.clock = Clock()
+        self.energy: hw.EnergyMeter | None = None
+        self._metered = (0, 0.0)  # step, joules
+        self._per_step: float | None = None
 
     @property
     def listened(self) -> bool:
@@ -49,6 +54,9 @@ class Reports:
     def start(self, at: int) -> None:
         """Starts the display and the clock of a run that begins or resumes at step `at`."""
         self.restart_clock()
+        if self.listened:
+            self.energy = hw.energy_meter()
+            self._metered = at, 0.0
         if self.progress is not None:
             self.progress.start(at, self.steps)
 
@@ -89,7 +97,19 @@ class Reports:
         rate = self.clock.rate
         left = rate and self.clock.left(at, self.steps)
         mfu = self.utilization(rate) if rate and self.utilization else None
-        self.progress.log(at, values, rate, left, mfu)
+        joules = self._joules(at)
+        energy = {} if joules is None else {"joules": joules}
+        self.progress.log(at, values, rate, left, mfu, **energy)
+
+    def _joules(self, at: int) -> float | None:
+        """Returns the joules of a step since the last call at another step, or None."""
+        before, joules = self._metered
+        if self.energy is None or at == before:
+            return self._per_step
+        now = self.energy.joules()
+        self._metered = at, now
+        self._per_step = (now - joules) / (at - before) if at > before else None
+        return self._per_step
 
     def tick(self, at: int) -> None:
         """Moves the progress bar."""
@@ -104,6 +124,7 @@ class Reports:
         times = {
             "steps_per_second": rate,
             "mfu": rate and self.utilization and self.utilization(rate).value,
+            "joules_per_step": self._joules(at),
             "compile_seconds": self.clock.compiled,
             "data": rate and waited * rate / steps,
         }
