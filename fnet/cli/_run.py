@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from typing import Any
 
 _DESCRIPTION = (
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.flags:
         raise ValueError("expected a command after --, such as -- python train.py")
+    if shutil.which(args.flags[0]) is None:
+        raise ValueError(f"-- {args.flags[0]}: there is no such program")
     for name, least in (("min_hosts", 1), ("grace", 0), ("restarts", 0)):
         if getattr(args, name) < least:
             option = name.replace("_", "-")

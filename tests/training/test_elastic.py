@@ -9,7 +9,7 @@ import time
 import elastic_drill
 import pytest
 
-from fnet.training.elastic._board import Board
+from fnet.training.elastic._board import FIELDS, Board
 from fnet.training.elastic._host import environment
 from fnet.training.elastic._membership import Round, Watch, due, over
 
@@ -24,13 +24,24 @@ def board(request, tmp_path):
 
 def test_board_keeps_the_last_note_of_a_host(board):
     assert board.hosts() == {} and board.last_round() is None
-    board.write("a", {"count": 1})
-    board.write("b-1", {"count": 5})
-    board.write("a", {"count": 2})
-    assert board.hosts() == {"a": {"count": 2}, "b-1": {"count": 5}}
+    first, second, other = ({**dict.fromkeys(FIELDS, ""), "count": n} for n in (1, 2, 5))
+    board.write("a", first)
+    board.write("b-1", other)
+    board.write("a", second)
+    assert board.hosts() == {"a": second, "b-1": other}
     board.remove("a")
     board.remove("a")
-    assert board.hosts() == {"b-1": {"count": 5}}
+    assert board.hosts() == {"b-1": other}
+
+
+def test_what_is_no_note_is_ignored(tmp_path):
+    board = Board(tmp_path)
+    board.write("old", {"count": 1})
+    (tmp_path / "host-torn.json").write_text('{"count": 1')
+    (tmp_path / "host-list.json").write_text("[]")
+    (tmp_path / "round-last.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert board.hosts() == {} and board.last_round() is None
 
 
 def test_a_round_is_written_once(board):
@@ -219,6 +230,18 @@ def test_a_program_that_keeps_failing_is_given_up(hosts):
     assert again.returncode == 0 and hosts.log()[-1] == "ended 0/1"
 
 
+def test_a_folder_that_vanishes_does_not_end_a_run(hosts):
+    host = hosts.start()
+    hosts.wait("began 0/1")
+    (hosts.folder / "hosts").rename(hosts.folder / "away")
+    time.sleep(PATIENCE / 2)
+    assert host.poll() is None
+    (hosts.folder / "away").rename(hosts.folder / "hosts")
+    (hosts.folder / "end").touch()
+    _, said = host.communicate(timeout=60)
+    assert host.returncode == 0 and "trying again" in said
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_no_program_outlives_its_host(hosts):
     host = hosts.start()
@@ -237,6 +260,7 @@ def test_no_program_outlives_its_host(hosts):
     ("argv", "message"),
     [
         (["--elastic=x"], "expected a command after --"),
+        (["--elastic=x", "--", "./no/program"], "-- ./no/program: there is no such program"),
         (["--elastic=x", "--min-hosts=0", "--", "true"], "--min-hosts=0: expected at least 1"),
         (["--elastic=x", "--lost-after=0", "--", "true"], "--lost-after=0: expected more than 0"),
         (["--elastic=x", "--restarts=-1", "--", "true"], "--restarts=-1: expected at least 0"),

@@ -11,6 +11,7 @@ from typing import Any
 from fnet._util._files import create
 from fnet.training.checkpoints._storage import StorePath, location, write_whole
 
+FIELDS = ("count", "round", "status", "code", "machine", "address")  # of the note of a host
 _HOST, _ROUND, _END = "host-", "round-", ".json"
 
 
@@ -32,8 +33,10 @@ class Board:
         """Returns the notes of all hosts by their names."""
         found = {}
         for name in self._names(_HOST):
-            with contextlib.suppress(OSError, ValueError):  # removed, or never written whole
-                found[name] = json.loads(self._at(_HOST + name).read_bytes())
+            with contextlib.suppress(OSError, ValueError):  # removed, or not a note
+                note = json.loads(self._at(_HOST + name).read_bytes())
+                if isinstance(note, dict) and note.keys() >= set(FIELDS):
+                    found[name] = note
         return found
 
     def write(self, name: str, note: dict) -> None:
@@ -47,7 +50,7 @@ class Board:
 
     def last_round(self) -> dict | None:
         """Returns the newest round, or None if there is none."""
-        numbers = sorted(self._names(_ROUND), key=int)
+        numbers = sorted(filter(str.isdecimal, self._names(_ROUND)), key=int)
         if not numbers:
             return None
         return json.loads(self._at(_ROUND + numbers[-1]).read_bytes())

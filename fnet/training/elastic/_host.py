@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fnet.training.checkpoints._storage import StorageError
 from fnet.training.elastic._board import Board
 from fnet.training.elastic._membership import (
     FAILED,
@@ -27,6 +26,7 @@ from fnet.training.elastic._membership import (
 from fnet.training.elastic._process import Process
 
 _SOON = 600.0  # seconds; a program that fails later than this has failed for the first time
+_NOT_STARTED = 127  # the exit status of shells for it
 _BEATS = 10  # notes in the time after which a host without notes is lost
 
 
@@ -84,9 +84,13 @@ class Host:
             while True:
                 if self._stop.is_set():
                     return self._leave()
-                code = self._turn()
-                if code is not None:
-                    return code
+                try:
+                    code = self._turn()
+                except OSError as error:
+                    self._complain(error)
+                else:
+                    if code is not None:
+                        return code
                 self._stop.wait(self._patience / _BEATS)
         finally:
             self._end.set()
@@ -98,11 +102,7 @@ class Host:
 
     def _turn(self) -> int | None:
         """One look at the board. Returns an exit status, or None to go on."""
-        try:
-            notes, newest = self._board.hosts(), Round.read(self._board.last_round())
-        except StorageError as error:
-            self._say(f"cannot read {self._board}: {error}; trying again")
-            return None
+        notes, newest = self._board.hosts(), Round.read(self._board.last_round())
         if newest.number > self._round.number:
             if newest.code is not None:
                 self._halt(gently=False)
@@ -130,8 +130,13 @@ class Host:
             return
         place, count = new.members.index(self.name), len(new.members)
         self._say(f"round {new.number}: {new.why}; this is process {place} of {count}")
-        self._process = Process(self._command, environment(new, place))
-        self._write(status="running", round=new.number)
+        try:
+            self._process = Process(self._command, environment(new, place))
+        except OSError as error:
+            self._say(f"cannot start {self._command[0]}: {error}")
+            self._write(status=FAILED, round=new.number, code=_NOT_STARTED)
+        else:
+            self._write(status="running", round=new.number)
 
     def _look(self) -> None:
         """Notes that the process has ended."""
@@ -189,7 +194,10 @@ class Host:
     def _leave(self) -> int:
         """Ends the process after a signal, with the time to save its work."""
         self._say("told to end; the others go on")
-        self._write(status=LEAVING)
+        try:
+            self._write(status=LEAVING)
+        except OSError as error:
+            self._complain(error)
         self._halt(gently=True)
         return 128 + signal.SIGTERM
 
@@ -203,12 +211,15 @@ class Host:
             try:
                 self._write()
             except OSError as error:
-                self._say(f"cannot write to {self._board}: {error}; trying again")
+                self._complain(error)
 
     def _write(self, **changes: Any) -> None:
         with self._lock:
             self._note |= {**changes, "count": self._note["count"] + 1}
             self._board.write(self.name, self._note)
+
+    def _complain(self, error: OSError) -> None:
+        self._say(f"cannot use {self._board}: {error}; trying again")
 
     def _say(self, text: str) -> None:
         print(f"fnet run: {self.name}: {text}", file=sys.stderr, flush=True)
