@@ -371,6 +371,15 @@ def test_plan(capsys, tmp_path, monkeypatch):
     assert code == 0 and not err and "mesh: data 4 x tensor 2" in out
 
 
+def test_a_plan_is_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "planned.py").write_text(PLANNED)
+    picture = tmp_path / "plan.svg"
+    plan = ("plan", f"{tmp_path}/planned.py:small", "--devices", "v5e:2x2", "--estimate")
+    code, out, err = run(capsys, *plan, "--plot", str(picture))
+    assert code == 0 and not err and out.endswith(f"{picture}\n") and "<svg" in picture.read_text()
+
+
 def test_a_long_plan_says_what_it_does(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("fnet._util._heartbeat.EVERY", 0.01)
     (tmp_path / "planned.py").write_text(PLANNED)

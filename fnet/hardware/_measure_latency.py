@@ -95,7 +95,7 @@ def _loops(on: _Programs) -> dict[str, float]:
 def _work(on: _Programs) -> dict[str, float]:
     few = jnp.ones(512)
     elementwise = on.slope(_chain(lambda x: x * 1.01 + 0.1), 2, 34, jnp.ones(4096)) / 2 / 4096
-    transcendental = on.slope(_chain(jnp.tanh), 4, 36, few) / 512
+    transcendental = on.slope(_chain(jnp.tanh), 2, 18, few) / 512
     shorter, longer = (on.timed(lambda x: x + 1, jnp.ones(n)) for n in (2**13, 2**16))
     moved = max(_LEAST, longer - shorter) / (8 * (2**16 - 2**13))
     rows, columns = 32, 256
