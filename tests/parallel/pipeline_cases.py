@@ -95,6 +95,26 @@ def counted(dtype):
     return trained(loss, params, x, dtype)
 
 
+def keyed(dtype):
+    """The carry has the random key of the next layer, and a sum of zeros that stays zero."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {"w": jax.random.normal(keys[0], (8, 16, 16)) / 4}
+    batch = {"x": jax.random.normal(keys[1], (ROWS, 16)), "key": jax.random.key(3)}
+
+    def loss(params, batch):
+        def layer(carry, w):
+            x, key, zeros = carry
+            key, own = jax.random.split(key)
+            keep = jax.random.bernoulli(own, 0.5, x.shape)
+            return (x + jnp.where(keep, jnp.tanh(x @ w), 0), key, zeros + 0 * w), zeros
+
+        start = batch["x"], batch["key"], jnp.zeros_like(params["w"][0])
+        (x, *_), zeros = lax.scan(layer, start, params["w"])
+        return jnp.square(x).mean() + zeros.sum()
+
+    return trained(loss, params, batch, dtype)
+
+
 def context(dtype):
     """All layers read a context with rows, and weights that they share."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -194,6 +214,7 @@ CASES = {
     "checkpoint": lambda dtype: mlp(dtype, checkpointed=True),
     "microbatch": lambda dtype: mlp(dtype, microbatches=2),
     "counted": counted,
+    "keyed": keyed,
     "context": context,
     "dropout": dropout,
     "recurrent": recurrent,

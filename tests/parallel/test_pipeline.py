@@ -61,7 +61,7 @@ def certain(tree):
     return {path: x for path, x in leaves.items() if "['key']['bias']" not in path}
 
 
-@pytest.mark.parametrize("case", sampled(CASES, ("mlp", "counted", "context")))
+@pytest.mark.parametrize("case", sampled(CASES, ("mlp", "counted", "keyed", "context")))
 def test_equal_to_one_device(case):
     records = compared(case, (2, 4), microbatches=4)
     assert {each.backward for each in records} == {False, True}

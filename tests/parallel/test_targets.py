@@ -275,6 +275,21 @@ def test_a_slice_that_is_not_there():
         parallel.plan(step, init, batch, devices="v5e:3x7")
 
 
+@LIBTPU
+def test_stages_that_are_not_there():
+    """A pipeline on four chips, each of which has its own layer."""
+    case = language_model(64, 4096, 256, 4, 4, context=256)
+    plan = parallel.plan(*case, devices="v5e:2x2", mesh={"stage": 4}, strategy="pipeline")
+    compiled = plan.chosen.compiled
+    assert compiled.arguments == plan.chosen.arguments
+    # Of larger ones within 15 %: the estimate has a layer's values of all rows, not of a microbatch.
+    assert 0.9 < plan.chosen.estimate.peak / compiled.peak < 1.75
+    assert compiled.ledger.bytes["collective-permute"]
+    whole = jax.tree.leaves(jax.eval_shape(case[1], jax.random.key(0)).params["blocks"])
+    parts = jax.tree.leaves(plan.state.params["blocks"])
+    assert all(y.shard_shape(x.shape) == (1, *x.shape[1:]) for x, y in zip(whole, parts))
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
     reason="jax's CUDA plugin is not installed",

@@ -176,8 +176,10 @@ class _Pipeline(Pins):
             raise NotByRows(f"it has arrays of {rows} and of {odd[0]} rows")
         # One row at a time: what holds for it holds for any number.
         proof = ByRows(rows, 1)
-        carried, stacked = proof.carried(eqn, at, parts, inside)
+        carried, _ = proof.carried(eqn, at, parts, inside)
         carried = [None if note == ZERO else note for note in carried]
+        # Again, with the notes that the stages have: they begin with other values than zero.
+        carried, stacked = proof.carried(eqn, at, parts, [*given, *carried, *sliced])
         stacked = [None if note == ZERO else note for note in stacked]
         return Layers(eqn, parts, at, rows, *map(tuple, (given, carried, sliced, stacked)))
 
