@@ -31,7 +31,9 @@ def batch_axes(
     nowhere = all(note is None for note in notes)
     if name in _UNKNOWN or (nowhere and (rule is None or not bodies(eqn))):
         return [None] * len(eqn.outvars)
-    if (axes := axis_map(eqn)) is not None:
+    if name == "reshape" and _kept(eqn, notes[0]):
+        found = [notes[0]]
+    elif (axes := axis_map(eqn)) is not None:
         given = [(i, note) for i, note in enumerate(notes) if note is not None]
         if name == "gather":  # a row of the result is the row of its index, wherever it was found
             given.reverse()
@@ -50,6 +52,15 @@ def batch_axes(
         note if note is not None and note < len(v.aval.shape) else None
         for note, v in zip(found, eqn.outvars)
     ]
+
+
+def _kept(eqn: Any, note: Note) -> bool:
+    """Whether a reshape changes nothing up to an axis. The axis may have size 1, of which no letter
+    tells."""
+    if note is None:
+        return False
+    before, after = (v.aval.shape[: note + 1] for v in (eqn.invars[0], eqn.outvars[0]))
+    return before == after
 
 
 def _first_note(notes: Iterable[Note]) -> Note:

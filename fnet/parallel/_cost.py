@@ -83,12 +83,12 @@ def time(
     )
     steps = latency_seconds(counted.total, chip)
     if steps is not None:
-        steps += _waiting(messages, chip, network=False)
-        steps += _waiting(messages_between, chip, network=True)
+        steps += waiting(messages, chip, network=False)
+        steps += waiting(messages_between, chip, network=True)
     return Time(compute, memory, links, steps)
 
 
-def _waiting(transfers: Sequence[Transfer], chip: Chip, *, network: bool) -> float:
+def waiting(transfers: Sequence[Transfer], chip: Chip, *, network: bool) -> float:
     """Returns the seconds that collectives take for their messages, however small these are."""
     known = chip.latency
     if known is None:

@@ -154,6 +154,8 @@ class Drafts:
             messages_between=each.estimate.between.transfers,
         )
         time = waiting(time, self.pipeline(each.options))
+        if self.context is not None:
+            time = self.context.slowed(time, self.traced.program(each.options))
         return dataclasses.replace(each, time=time, mfu=self.utilization(counted, time.seconds))
 
     def utilization(self, counted: Count, seconds: float | None) -> MFU:
@@ -293,11 +295,11 @@ def _estimated(plan, closed, state, batch) -> Estimate:
 
 
 def _with_time(found: Estimate, plan, closed) -> Estimate:
-    """Adds to an estimate what attention over a split time sends and holds."""
+    """Adds to an estimate what attention over a split time sends."""
     if plan.context is None:
         return found
     ledger = Ledger((*found.ledger.transfers, *plan.context.transfers(closed)))
-    return found._replace(peak=found.peak + plan.context.held(closed), ledger=ledger)
+    return found._replace(ledger=ledger)
 
 
 def _axes(plan) -> dict[str, int]:
@@ -316,11 +318,13 @@ def _situation(plan, state, batch) -> tuple[list[Split], dict[str, Any]]:
     alone = all(n == 1 for name, n in plan.mesh.shape.items() if name not in rows_over(plan.mesh))
     cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
     kernels = "cuda" if cudnn else "tpu" if chip.kind == "tpu" and alone else None
-    kernels = kernels if plan.context is None else AXIS
     splits = [_split(where.spec) for where in jax.tree.leaves(plan.state)]
     splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
     whole = plan.options.state == "zero1"
-    return splits, {"whole": whole, "kernels": kernels, "casts": chip.kind != "cpu"}
+    options = {"whole": whole, "kernels": kernels, "casts": chip.kind != "cpu"}
+    if plan.context is not None:
+        options["blocks"] = plan.context.held
+    return splits, options
 
 
 def _with_padding(found: Estimate, plan, state, batch) -> Estimate:

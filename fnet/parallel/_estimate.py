@@ -9,6 +9,7 @@ compiler would fuse into the operations that read them are not counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +67,9 @@ class Followed:
         casts: whether the compiler casts the weights for all iterations of a loop before the loop,
             as compilers for accelerators do. Default False.
         kernels: "cuda" or "tpu" if the chip has attention kernels that never store the attention
-            weights; "context" if attention runs in blocks; otherwise None (default).
+            weights; otherwise None (default).
+        blocks: a function of an equation that runs in blocks on each chip, and of their bytes
+            there. It returns None for other equations. Default None: no equation does.
     """
 
     def __init__(
@@ -78,10 +81,11 @@ class Followed:
         whole: bool = False,
         kernels: str | None = None,
         casts: bool = False,
+        blocks: Callable[[Any], int | None] | None = None,
     ):
         jaxpr = closed.jaxpr
         self.whole, self.arguments = whole, list(zip(jaxpr.invars, arguments))
-        self.walk = walk = _Walk(mesh, kernels, whole, casts)
+        self.walk = walk = _Walk(mesh, kernels, whole, casts, blocks)
         for v, split in self.arguments:
             if split.rows is None:
                 walk.remember(v.aval.shape, split)
@@ -146,8 +150,8 @@ class _Loop(NamedTuple):
 
 
 class _Walk:
-    def __init__(self, mesh, kernels, whole, casts):
-        self.kernels, self.whole, self.casts = kernels, whole, casts
+    def __init__(self, mesh, kernels, whole, casts, blocks):
+        self.kernels, self.whole, self.casts, self.blocks = kernels, whole, casts, blocks
         self.mesh, self.data, self.slices = mesh, mesh.get("data", 1), mesh.get("slice", 1)
         self.known: dict[tuple, Split] = {}
         self.transfers: list[Transfer] = []
@@ -195,10 +199,11 @@ class _Walk:
             found, gathers = self.operation(op, splits, weights, times, loop, gathered)
             for i, v, split in zip(op.outs, op.eqn.outvars, found):
                 values[i] = v.aval, split
-            extra[at] = gathers
+            blocks = self.blocks(op.eqn) if self.blocks else None
+            extra[at] = gathers + (blocks or 0)
             if op.bodies:
                 inner[at] = self.bodies(op, splits, found, times)
-            elif description(op.eqn.primitive).plain and self.plainly(op.eqn):
+            elif blocks is None and description(op.eqn.primitive).plain and self.plainly(op.eqn):
                 inner[at] = [self.stand_in(op, splits)]
         return Live(frame, kept, values, frozenset(given), inner, extra, outermost)
 
@@ -250,8 +255,6 @@ class _Walk:
     def plainly(self, eqn) -> bool:
         """Whether a composite operation is lowered to ordinary operations instead of a kernel."""
         refusal = description(eqn.primitive).refusal
-        if self.kernels == "context" and refusal is not None:  # in blocks
-            return False
         return self.kernels is None or refusal is None or refusal(self.kernels, eqn) is not None
 
     def stand_in(self, op, splits) -> Inner:

@@ -22,7 +22,9 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r"known_trip_count[^0-9]*(\d+)")
 _CONSTANT = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
 _LESS = re.compile(r"^\s+ROOT %\S+ = pred\[\]\S* compare\(.*%([\w.\-]+)\), direction=LT")
-_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHANNEL = re.compile(
+    r"channel_id=(?!1\b)(\d+)"
+)  # JAX gives all collectives of shard_map channel 1
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _BITS = {"pred": 8, "token": 0}
 

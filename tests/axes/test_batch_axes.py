@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
-from fnet.axes import batch_axes
+from fnet.axes import batch_axes, through
 from fnet.jaxpr import Description, Traits, describe
 
 B = 16
@@ -107,3 +107,30 @@ def test_primitives_of_fnet_say_that_the_batch_is_first():
     describe(made, Description(Traits("product"), batch_first=True))
     (eqn,) = jax.make_jaxpr(made.bind)(jnp.ones((4, 3)), jnp.ones((4, 2))).jaxpr.eqns
     assert batch_axes(eqn, [None, 0]) == [0, 0]
+
+
+def test_a_batch_of_one_row_is_followed_through_reshapes():
+    """An axis of size 1 has no factors by which a reshape could be matched."""
+    for before, after, note, expected in (
+        ((1, 4, 6), (1, 24), 0, 0),
+        ((1, 24), (1, 4, 6), 0, 0),
+        ((3, 1, 8), (3, 1, 2, 4), 1, 1),
+        ((1, 4, 6), (4, 6, 1), 0, None),
+    ):
+        x = jax.ShapeDtypeStruct(before, jnp.float32)
+        (eqn,) = jax.make_jaxpr(lambda x, after=after: x.reshape(after))(x).jaxpr.eqns
+        assert batch_axes(eqn, [note]) == [expected]
+
+
+def test_a_rule_replaces_what_is_known_also_inside_of_loops():
+    """It can follow an axis through what ends the batch, such as a slice."""
+
+    def f(x):
+        return lax.scan(lambda c, _: (jnp.sin(c[:3]), None), x[:3], None, length=2)[0]
+
+    def rule(eqn, notes):
+        return [notes[0]] if eqn.primitive.name == "slice" else None
+
+    jaxpr = jax.make_jaxpr(f)(jnp.ones((B, 4))).jaxpr
+    assert through(jaxpr, [0]) == [None]
+    assert through(jaxpr, [0], rule=rule) == [0]

@@ -6,6 +6,7 @@ Run it with:
     python tests/parallel/processes.py CASE PORT PROCESS COUNT [FOLDER]
 """
 
+import functools
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
+from fnet import layers as nn  # noqa: E402
 from fnet import parallel  # noqa: E402
 from fnet import training as tr  # noqa: E402
 
@@ -180,6 +182,46 @@ def staged():
     return {"losses": seen, "layers": [i for i, _ in mine], "errors": errors}
 
 
+def split_in_time():
+    """A step of attention over texts whose parts lie on both processes, in both forms."""
+
+    def init(key):
+        return {"params": jax.random.normal(key, (64, 32)) / 2}
+
+    def step(heads, state, batch):
+        tokens, segments = batch["tokens"], batch["segments"]
+
+        def loss(table):
+            x = table[tokens].reshape(*tokens.shape, heads, -1)
+            y = nn.dot_product_attention(x, x, x, causal=True, segments=segments)
+            return jnp.square(y.reshape(*tokens.shape, -1) @ table.T - 1).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        return {"params": state["params"] - grads}, {"loss": value, "grads": grads}
+
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 64, (2, 32)).astype(np.int32)
+    batch = {"tokens": tokens, "segments": np.sort(rng.integers(1, 4, (2, 32))).astype(np.int32)}
+    said = {}
+    for form, heads in (("ring", 2), ("ulysses", 8)):
+        for data in (1, 2):
+            run = functools.partial(step, heads)
+            mesh = {"data": data, "context": len(jax.devices()) // data}
+            options = {"devices": jax.devices(), "mesh": mesh, "compile": False}
+            plan = parallel.plan(run, init, batch, strategy="context", **options)
+            assert f": {form} (" in plan.explain(), plan.explain()
+            mine = {name: x if data == 1 else x[ME : ME + 1] for name, x in batch.items()}
+            state, alone = plan.init(jax.random.key(0)), init(jax.random.key(0))
+            spread, whole = plan.jit(run), jax.jit(run)
+            for given in parallel.feed(iter([mine] * 2), plan):
+                state, metrics = spread(state, given)
+                alone, wanted = whole(alone, batch)
+            grads, expected = np.asarray(metrics["grads"]), np.asarray(wanted["grads"])
+            error = np.abs(grads - expected).max() / np.abs(expected).max()
+            said[f"{form} {data}"] = [float(metrics["loss"]), float(wanted["loss"]), float(error)]
+    return said
+
+
 def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)  # programs are small
@@ -188,6 +230,8 @@ def main():
     assert jax.process_count() == COUNT and len(jax.devices()) == EACH * COUNT
     if CASE == "fit":
         return trained()
+    if CASE == "time":
+        return split_in_time()
     if CASE == "stages":
         return staged()
     if CASE != "orderly":

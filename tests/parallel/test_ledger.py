@@ -205,3 +205,10 @@ def test_tpus_programs():
         each.collective: (each.bytes, each.times) for each in parallel.ledger(PIECES).transfers
     }
     assert found == {"all-gather": (128, 1), "all-reduce": (16, 6), "reduce-scatter": (64, 1)}
+
+
+def test_collectives_of_shard_map_share_a_channel_but_are_several():
+    """JAX writes channel 1 for each of them."""
+    text = PIECES.replace("channel_id=7", "channel_id=1").replace("channel_id=9", "channel_id=1")
+    gathered = [each for each in parallel.ledger(text).transfers if each.collective == "all-gather"]
+    assert [(each.bytes, each.times) for each in gathered] == [(128, 1), (128, 6)]

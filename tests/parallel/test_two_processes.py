@@ -131,6 +131,18 @@ def test_stages_on_two_processes(free_port):
         assert max(each["errors"]) < 1e-6
 
 
+@pytest.mark.exhaustive
+def test_time_on_two_processes(free_port):
+    """Texts whose parts lie on both processes (one row of devices), or on one (two rows)."""
+    ends = pair("time", free_port)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    said = [json.loads(out.splitlines()[-1]) for _, out, *_ in ends]
+    assert said[0] == said[1] and [*said[0]] == ["ring 1", "ring 2", "ulysses 1", "ulysses 2"]
+    for loss, expected, error in said[0].values():
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        assert error < 1e-5
+
+
 # Batches are exchanged ahead of the steps, so the number of the last exchanged batch varies if a
 # process ends or hangs.
 LATE = r"feed: process %d \(.+\) did not come within 2 s, at batch %s, so the others cannot continue; restart all "

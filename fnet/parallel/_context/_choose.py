@@ -14,6 +14,7 @@ from fnet.layers import _attend_flash as flash
 from fnet.layers._attend_xla import widened
 from fnet.parallel._context._layout import Layout, in_pieces, ring_layout, tour
 from fnet.parallel._context._mapped import AXIS, Attention
+from fnet.parallel._cost import waiting
 from fnet.parallel._ledger import Transfer
 from fnet.parallel._targets import Target
 
@@ -27,10 +28,14 @@ class Cost(NamedTuple):
     Attributes:
         transfers: what it sends.
         seconds: the time at the peak rates of the chips, or None if they are unknown.
+        memory: the seconds of the memory traffic of its logits, which a kernel does not have.
+        held: the bytes of its blocks of logits, and of what travels.
     """
 
     transfers: tuple[Transfer, ...]
     seconds: float | None
+    memory: float = 0.0
+    held: int = 0
 
     @property
     def sent(self) -> float:
@@ -140,19 +145,22 @@ class _Work:
         busiest = 2 - 1 / self.n if form.causal and not layout.zigzag else 1
         if form.window is not None and hops < self.n - 1:
             busiest = 1
-        compute = self._compute(busiest, kernel=False)
+        compute = self._compute(busiest)
         transfers = tuple(
             Transfer(kind, "", int(size), self.n, times) for kind, size, times in sent
         )
         links = self._links(transfers)
-        seconds = None if compute is None or links is None else max(compute, links)
-        return Cost(transfers, seconds)
+        memory = self._memory(busiest)
+        seconds = None if None in (compute, links, memory) else max(compute, links, memory)
+        return Cost(transfers, seconds, memory or 0.0, self._held(layout))
 
     def ulysses(self) -> Cost:
         size = int(self._exchanged() * self.item)
         transfers = (Transfer("all-to-all", "", size, self.n, 1),)
-        compute, links = self._compute(1, kernel=self._has_kernel()), self._links(transfers)
-        return Cost(transfers, None if compute is None or links is None else compute + links)
+        compute, links = self._compute(1), self._links(transfers)
+        memory, held = (0.0, 0) if self._has_kernel() else (self._memory(1), self._whole())
+        seconds = None if None in (compute, links, memory) else max(compute, memory) + links
+        return Cost(transfers, seconds, memory or 0.0, held)
 
     def no_ulysses(self) -> str | None:
         """Why heads cannot be exchanged for time, or None."""
@@ -160,10 +168,26 @@ class _Work:
         for count, name in ((h, "heads"), (g, "key/value heads")):
             if count % self.n:
                 return f"{count} {name} are not a multiple of {self.n}"
-        logits = self.batch * h // self.n * self.attention.shape[1] ** 2 * self.wide
-        if not self._has_kernel() and logits > FULL:
-            return f"without a kernel, it has {logits / 2**30:,.0f} GiB of logits on each device"
+        if not self._has_kernel() and self._whole() > FULL:
+            size = self._whole() / 2**30
+            return f"without a kernel, it has {size:,.0f} GiB of logits on each device"
         return None
+
+    def _whole(self) -> int:
+        """The bytes of the logits of a device's heads over all of time."""
+        return (
+            self.batch
+            * self.attention.shape[2]
+            // self.n
+            * self.attention.shape[1] ** 2
+            * self.wide
+        )
+
+    def _held(self, layout: Layout) -> int:
+        """A block of logits and its weights, and what keys and values add up to."""
+        h, g = self.attention.shape[2], self.attention.groups
+        logits = 2 * self.batch * h * layout.size**2 * self.wide
+        return logits + (h + 4 * g) * self.one * self.wide
 
     def _exchanged(self) -> int:
         """Elements of the arrays with heads that enter and leave an attention."""
@@ -171,27 +195,32 @@ class _Work:
         each = 4 if self.attention.backward else 2
         return each * (h + g) * self.one
 
-    def _compute(self, busiest: float, *, kernel: bool) -> float | None:
-        chip = self.chooser.target.chip.per_device
-        form, (_, t, h, d) = self.attention.form, self.attention.shape
+    def _logits(self, busiest: float) -> float:
+        """The number of logits that the busiest device computes."""
+        form, (_, t, h, _) = self.attention.form, self.attention.shape
         share = 1 / 2 if form.causal else 1.0
         if form.window is not None:
             share = min(share, form.window / t * (1 if form.causal else 2))
-        logits = self.batch * h * self.local * t * share * busiest
+        return self.batch * h * self.local * t * share * busiest
+
+    def _compute(self, busiest: float) -> float | None:
+        chip = self.chooser.target.chip.per_device
         products = 5 if self.attention.backward else 2
-        peak = chip.peak(self.attention.compute, precision=form.precision)
-        if not peak or not chip.bandwidth:
-            return None
-        arithmetic = 2 * products * logits * d / peak.flops
-        memory = 0 if kernel else PASSES * logits * self.wide / chip.bandwidth
-        return max(arithmetic, memory)
+        peak = chip.peak(self.attention.compute, precision=self.attention.form.precision)
+        flops = 2 * products * self._logits(busiest) * self.attention.shape[3]
+        return flops / peak.flops if peak else None
+
+    def _memory(self, busiest: float) -> float | None:
+        bandwidth = self.chooser.target.chip.per_device.bandwidth
+        return PASSES * self._logits(busiest) * self.wide / bandwidth if bandwidth else None
 
     def _links(self, transfers: tuple[Transfer, ...]) -> float | None:
         target = self.chooser.target
         near = self.n <= target.count // target.groups
         rate = target.sent if near else target.sent_between
         sent = sum(each.sent for each in transfers)
-        return sent / rate if rate else None
+        hops = waiting(transfers, target.chip, network=not near)
+        return sent / rate + hops if rate else None
 
     def _has_kernel(self) -> bool:
         chip, form = self.chooser.target.chip, self.attention.form

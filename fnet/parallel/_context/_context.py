@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from fnet.jaxpr import Frame, read
 from fnet.parallel._context._choose import Chooser
-from fnet.parallel._context._layout import LOGITS
 from fnet.parallel._context._mapped import AXIS, Attention
 from fnet.parallel._context._rewrite import split_time
 from fnet.parallel._context._time import Note, Span, padding, time_axes
+from fnet.parallel._cost import Time
 from fnet.parallel._ledger import Transfer
 from fnet.parallel._targets import Target
 
@@ -97,18 +97,21 @@ class Context:
             for each in self.choose(attention).cost.transfers
         ]
 
-    def held(self, closed: Any) -> int:
-        """The estimated bytes of the blocks of logits, and of what travels, on each device."""
-        most = 0
-        for attention, _, _ in self._attentions(read(closed.jaxpr), 1):
-            choice = self.choose(attention)
-            if choice.form != "ring":
-                continue
-            b, t, h, d = attention.shape
-            size = choice.layout.size
-            logits = min(LOGITS, b * h * size * size)
-            most = max(most, 4 * (3 * logits + 4 * b * h * d * math.ceil(t / self.devices)))
-        return most
+    def held(self, eqn: Any) -> int | None:
+        """The estimated bytes of the blocks of an attention over these times, on each device, or
+        None for another equation."""
+        found = Attention.of(eqn)
+        if found is None or found.shape[1] not in {span.size for span in self.spans}:
+            return None
+        return self.choose(found).cost.held
+
+    def slowed(self, time: Time, closed: Any) -> Time:
+        """Returns the time of a step with the memory traffic of the blocks of logits."""
+        if time.memory is None:
+            return time
+        found = self._attentions(read(closed.jaxpr), 1)
+        more = sum(self.choose(each).cost.memory * times for each, _, times in found)
+        return time._replace(memory=time.memory + more)
 
     def _attentions(self, frame: Frame, times: int):
         sizes = {span.size for span in self.spans}

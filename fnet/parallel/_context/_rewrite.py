@@ -78,6 +78,8 @@ class _Split(Interpreter):
             arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
             run = FORMS[choice.form]
             outputs = run(attention, choice.layout, self.mesh, self.rows, eqn, *arrays)
+            if choice.form == "ulysses":  # whose statistics are split over heads
+                notes = [note if note == 1 else None for note in notes]
             return [Value(y, note) for y, note in zip(outputs, notes)]
         if eqn.primitive.name == "scan":
             return self.scan(eqn, at, inputs, notes)
@@ -103,7 +105,7 @@ class _Split(Interpreter):
         parts = scan(eqn)
         consts, carry, slices = parts.split(inputs)
         _, carry_vars, _ = parts.split(eqn.invars)
-        carried_notes, stacked_notes = notes[: parts.carry], notes[parts.carry :]
+        carried_notes = notes[: parts.carry]
         inside = [
             *(value.note for value in consts),
             *carried_notes,
@@ -120,5 +122,6 @@ class _Split(Interpreter):
         start = held([restore(value, v.aval) for value, v in zip(carry, carry_vars)])
         sliced = [self.held(value.x, value.note) if value.note else value.x for value in slices]
         carried, stacked = lax.scan(turn, start, sliced, **parts.options)
+        stacked_notes = [None if note is None else note + 1 for note in body.notes[parts.carry :]]
         stacked = list(map(self.held, stacked, stacked_notes))
-        return list(map(Value, [*carried, *stacked], notes))
+        return list(map(Value, [*carried, *stacked], [*carried_notes, *stacked_notes]))
