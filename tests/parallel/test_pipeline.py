@@ -8,7 +8,7 @@ import pytest
 from checks import close, sampled
 from jax import lax
 from jax.sharding import AxisType
-from pipeline_cases import CASES, ROWS, UNROLLED, trained
+from pipeline_cases import CASES, ROWS, UNROLLED, certain, trained
 
 from fnet import layers as nn
 from fnet.parallel._pipeline import Schedule, pipelined, schedule
@@ -52,13 +52,6 @@ def twice(step):
 def once(step):
     """The loss and the gradients of a step."""
     return lambda state, batch: step(state, batch)[1]
-
-
-def certain(tree):
-    """The leaves of a tree by path, without the biases of keys, whose gradients are rounding errors,
-    because attention does not depend on them."""
-    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
-    return {path: x for path, x in leaves.items() if "['key']['bias']" not in path}
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ("mlp", "counted", "keyed", "context")))
