@@ -50,7 +50,7 @@ class Drafts:
         )
         self.traced, self.init, self.announce = traced, init, announce
         self.context = None
-        if axes.get(AXIS, 1) > 1:
+        if axes.get(AXIS, 1) > 1 and not traced.typed:
             closed = traced.program(Strategy("data"))
             self.context = Context.of(closed, state, batch, chips, axes, rows_over(places))
         parameters = [

@@ -20,7 +20,7 @@ from fnet.parallel._drafts import DOUBT, ROOM, Drafts
 from fnet.parallel._pins import avoided, avoided_with_types
 from fnet.parallel._pipeline import depth
 from fnet.parallel._plan import Candidate, Plan, rows_over
-from fnet.parallel._strategies import Strategy, ladder
+from fnet.parallel._strategies import Strategy, ladder, takes_slices
 from fnet.parallel._targets import dividing, target
 from fnet.transforms._modules import of_arrays
 
@@ -132,7 +132,8 @@ def plan(
             "plan: rules= cannot be combined with the stages of a pipeline, whose layers are split "
             "over 'stage' alone; leave out rules= or the stages"
         )
-    over_time = _context_meshes.suitable(over_time, traced, chips, asked=asked)
+    helps = asked or rows % rows_by or takes_slices(step)  # gives a device fewer tokens at a time
+    over_time = _context_meshes.suitable(over_time, traced, asked=asked) if helps else []
     if not over_time:
         _check.rows(batch, rows_by)
     options = ladder(

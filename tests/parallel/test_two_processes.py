@@ -134,7 +134,7 @@ def test_stages_on_two_processes(free_port):
 @pytest.mark.exhaustive
 def test_time_on_two_processes(free_port):
     """Texts whose parts lie on both processes (one row of devices), or on one (two rows)."""
-    ends = pair("time", free_port)
+    ends = pair("time", free_port, limit=240)
     assert [code for code, *_ in ends] == [0, 0], ends
     said = [json.loads(out.splitlines()[-1]) for _, out, *_ in ends]
     assert said[0] == said[1] and [*said[0]] == ["ring 1", "ring 2", "ulysses 1", "ulysses 2"]

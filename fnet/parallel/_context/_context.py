@@ -57,14 +57,8 @@ class Context:
                 f"plan: the mesh axes {AXIS!r} and 'stage' cannot be combined, because a stage works "
                 "on rows with all of their time; leave one of them out"
             )
-        times, spans = time_axes(closed, state, batch, devices)
-        if not spans:
-            raise ValueError(
-                f"plan: the mesh axis {AXIS!r} splits the time over which attention runs, and this "
-                "step has no attention of a text on itself; leave the axis out"
-            )
-        for span in spans:
-            _check(span.size, devices, _where(times, batch, span.size))
+        times, spans = attended(closed, state, batch, devices)
+        check(times, spans, batch, devices)
         made = cls(tuple(times), tuple(spans), Chooser(target, mesh, rows), devices)
         found = dict.fromkeys(each for each, _, _ in made._attentions(read(closed.jaxpr), 1))
         return dataclasses.replace(made, attentions=tuple(found))
@@ -146,6 +140,23 @@ class Context:
                     f"{leaf.shape[at]} is not a multiple of {self.devices}"
                 )
         return said
+
+
+def attended(closed: Any, state: Any, batch: Any, devices: int) -> tuple[list[Note], list[Span]]:
+    """Returns what `time_axes` does, or raises a ValueError if the step has no attention."""
+    times, spans = time_axes(closed, state, batch, devices)
+    if not spans:
+        raise ValueError(
+            f"plan: the mesh axis {AXIS!r} splits the time over which attention runs, and this step "
+            "has no attention of a text on itself; leave the axis out"
+        )
+    return times, spans
+
+
+def check(times: Sequence[Note], spans: Sequence[Span], batch: Any, devices: int) -> None:
+    """Raises a ValueError if a time is so short that many devices would have padding alone."""
+    for span in spans:
+        _check(span.size, devices, _where(times, batch, span.size))
 
 
 def _where(times: Sequence[Note], batch: Any, time: int) -> str:

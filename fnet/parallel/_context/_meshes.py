@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fnet.parallel._context._context import Context
+from fnet.parallel._context._context import attended, check
 from fnet.parallel._context._mapped import AXIS
 from fnet.parallel._strategies import Strategy
 from fnet.parallel._targets import Target
@@ -54,32 +54,34 @@ def shared(meshes: Sequence[dict[str, int]], rows: int, slices: int) -> list[dic
     return [axes for axes in meshes if rows % (slices * over(axes)) == 0]
 
 
-def suitable(
-    meshes: Sequence[dict[str, int]], traced: Any, target: Target, *, asked: bool
-) -> list[dict[str, int]]:
+def suitable(meshes: Sequence[dict[str, int]], traced: Any, *, asked: bool) -> list[dict[str, int]]:
     """Returns the meshes over which the time of a step can be split.
 
     Args:
         meshes: the meshes to choose from.
         traced: the jaxprs of the step, a `Traced`.
-        target: the devices.
         asked: whether the user has asked for it.
 
     Raises:
         ValueError: the user has asked for it, and there is none.
     """
-    if traced.typed:
+    if traced.typed or not meshes:
         return []
-    closed = traced.program(Strategy("data"))
-    found, errors = [], []
+    closed, found = traced.program(Strategy("data")), []
+    why = None
+    try:
+        times, spans = attended(closed, traced.state, traced.batch, meshes[0][AXIS])
+    except ValueError:
+        if asked:
+            raise
+        return []
     for axes in meshes:
-        rows = tuple(name for name in ("slice", "data") if name in axes)
         try:
-            Context.of(closed, traced.state, traced.batch, target, axes, rows)
+            check(times, spans, traced.batch, axes[AXIS])
         except ValueError as error:
-            errors.append(error)
+            why = why or error
         else:
             found.append(axes)
-    if errors and asked and not found:
-        raise errors[0]
+    if asked and why and not found:
+        raise why
     return found
