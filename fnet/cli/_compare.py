@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 from typing import Any
 
 from fnet._util._nearest import nearest
@@ -85,25 +83,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         step, init, batch, images = training(args.model, args.batch)
         examples = examples or (_EPOCH if images else None)
-    with still("compare", "estimating"), _without_collection():
+    with still("compare", "estimating"):
         compared = parallel.compare(
             step, init, batch, chips, precision=args.precision.replace("-", " "), examples=examples
         )
     print(compared)
     return 0
-
-
-@contextlib.contextmanager
-def _without_collection():
-    """Turns the garbage collector off. Tracing makes millions of objects that live until the end,
-    and the collector would look through them again and again: a fifth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def training(name: str, rows: int | None = None) -> tuple:
