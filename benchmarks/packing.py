@@ -1,13 +1,17 @@
-"""Training a GPT on the speeches of a play: one in a row, packed by `tr.Packed`, and packed by Grain.
+"""Training a GPT on the speeches of a play: one in a row, packed by `tr.Packed` with segments or with
+`ft.pack`, and packed by Grain.
 
     python -m benchmarks.packing [FILE]            # a text whose speeches are separated by empty lines
     python -m benchmarks.packing losses [FILE]     # trains with each, and prints the losses of held-out speeches
+
+The names of peers, such as "ft.pack", choose these alone.
 
 The peers have the same model, and begin with the same parameters:
 
 - one in a row: 16 texts, each in a row of its own, padded to the full length, with `lengths=`. For the losses, the
   texts of a packed batch, so that each step is the same as that of `packed` up to rounding;
 - packed: `tr.Packed` with `segments=`, 4 rows;
+- ft.pack: the same rows, and a step that is written for one text in each row, with `lengths=`;
 - Grain: `grain.experimental.BestFitPackIterDataset`, 4 rows, with a mask and positions that the model's author writes.
 
 A time is the processor time of a step, data included, for 1,000 predicted tokens. Speeches of more than 1,024
@@ -23,6 +27,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -30,6 +35,7 @@ from benchmarks import _harness
 from fnet import layers as nn
 from fnet import models
 from fnet import training as tr
+from fnet import transforms as ft
 
 LENGTH, ROWS, BINS, STEPS = 1024, 4, 64, 20
 TEXT = "FNET_PACKING_TEXT"
@@ -154,20 +160,33 @@ class Training:
         tx = optax.adamw(1e-3)
         self.state = params, tx.init(params)
 
+        def updated(loss, state):
+            params, momenta = state
+            (_, count), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+            updates, momenta = tx.update(gradients, momenta, params)
+            return (optax.apply_updates(params, updates), momenta), count
+
         @jax.jit
         def step(state, batch):
-            params, momenta = state
-
             def loss(params):
                 labels, weights = nn.next_tokens(batch["tokens"], batch["segments"])
                 each = losses(self.model, params, labels, batch)
                 return (each * weights).sum() / weights.sum(), weights.sum()
 
-            (_, count), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-            updates, momenta = tx.update(gradients, momenta, params)
-            return (optax.apply_updates(params, updates), momenta), count
+            return updated(loss, state)
 
-        self.step = step
+        def one_in_a_row(state, tokens, lengths):
+            def loss(params):
+                labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+                each = self.model.cross_entropy(params, tokens, labels, lengths)
+                weights = (jnp.arange(tokens.shape[1]) < lengths[:, None] - 1).astype(each.dtype)
+                return (each * weights).sum() / weights.sum(), weights.sum()
+
+            return updated(loss, state)
+
+        rewritten = jax.jit(ft.pack(one_in_a_row, axes=(None, "n, t", "segments")))
+        by_pack = lambda state, batch: rewritten(state, batch["tokens"], batch["segments"])
+        self.step = by_pack if losses is None else step
 
     def one(self) -> int:
         """Trains one step, and returns the number of predicted tokens."""
@@ -195,6 +214,7 @@ class Training:
 KINDS = {
     "one in a row": (padded_batches, padded_losses),
     "Grain": (grain_batches, handwritten_losses),
+    "ft.pack": (packed, None),
     "packed": (packed, packed_losses),
 }
 
@@ -226,7 +246,8 @@ def losses() -> None:
     print(_harness.header("python -m benchmarks.packing losses", 1, ("grain",)))
     print("| peer | steps | predicted tokens | loss of held-out tokens | padding |")
     print("|---|---|---|---|---|")
-    for name, (batches, loss) in KINDS.items():
+    for name in [name for name in KINDS if name in sys.argv] or KINDS:
+        batches, loss = KINDS[name]
         run = Training(same_texts_padded if batches is padded_batches else batches, loss)
         count = sum(run.one() for _ in range(STEPS))
         print(

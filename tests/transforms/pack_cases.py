@@ -276,6 +276,18 @@ def _(p, x, lengths):
     return (x.swapaxes(0, 1).reshape(-1, d) @ p["w"]).reshape(t, n, d).swapaxes(0, 1)
 
 
+@case("experts", {"router": rng(D, 2), "w": rng(2, D, D)})
+def _(p, x, lengths):
+    """All tokens of the batch, in the order of their experts."""
+    tokens = x.reshape(-1, D)
+    chosen = (tokens @ p["router"]).argmax(-1)
+    order = jnp.argsort(chosen)
+    y = jnp.where(chosen[order][:, None] == 0, tokens[order] @ p["w"][0], tokens[order] @ p["w"][1])
+    first = jnp.bincount(chosen, length=2)[0]  # in this order, tokens of expert 0 come first
+    y = jnp.where((jnp.arange(y.shape[0]) < first)[:, None], y, 2 * y)
+    return jnp.zeros_like(tokens).at[order].set(y).reshape(x.shape)
+
+
 @case("written", W)
 def _(p, x, lengths):
     x = jnp.asarray(x)

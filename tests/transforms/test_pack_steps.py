@@ -243,6 +243,8 @@ def test_errors():
         ft.pack(f, axes="t", row="t")
     with pytest.raises(ValueError, match="texts must be a positive integer, got 0"):
         ft.pack(f, axes="n, t", texts=0)
+    with pytest.raises(ValueError, match="longest must be a positive integer, got 0"):
+        ft.pack(f, axes="n, t", longest=0)
     with pytest.raises(ValueError, match="'a b' is no name of an axis"):
         ft.pack(f, axes="n, t", length="a b")
     failing(f, X, axes="n, t", match="which token belongs to which text? Pass segments=")
@@ -306,6 +308,18 @@ def test_a_function_that_asks_for_the_length_is_right_or_nan():
     run = ft.pack(f, axes=("n, t", "segments"), texts=2)
     close(run(X, np.array([[1, 1, 1, 0], [1, 1, 1, 1]])), np.array([3.0, 4.0]))
     assert np.isnan(run(X, np.array([[1, 1, 1, 0], [1, 1, 0, 0]]))).all()
+
+
+def test_a_table_of_positions_that_is_shorter_than_the_rows():
+    table = np.arange(3.0)
+    axes = None, "n, t", "segments"
+    f = lambda table, x, lengths: x + table[: x.shape[1]]
+    run = ft.pack(f, axes=axes, longest=3)
+    segments = np.array([[1, 1, 2, 2], [1, 1, 1, 0]])
+    close(run(table, X, segments), np.array([[1.0, 2, 1, 2], [1, 2, 3, 0]]))
+    with pytest.raises(ValueError, match="a text has 4 tokens, more than longest=3"):
+        run(table, X, S)
+    assert np.isnan(jax.jit(run)(table, X, S)).all()
 
 
 def test_explanation():

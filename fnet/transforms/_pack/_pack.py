@@ -116,6 +116,7 @@ class _Call:
         self.segments = _segments(segments, [self.arrays[i] for i in self.lengths])
         self.shape = tuple(map(int, self.segments.shape))
         self.texts = self._count(packed.texts)
+        self.longest = min(packed.longest or self.shape[1], self.shape[1])
         self._check()
 
     def _count(self, texts: int | None) -> int:
@@ -163,6 +164,13 @@ class _Call:
                 f"pack: the segments have {count} texts, more than the {self.texts} for which there "
                 "is room; pass a larger texts=, or arrays with more elements"
             )
+        most = max((int((row == number).sum()) for row in segments for number in {*row} - {0}),
+                   default=0)  # fmt: skip
+        if most > self.longest:
+            raise ValueError(
+                f"pack: a text has {most} tokens, more than longest={self.longest}; shorten it, or "
+                "pass a larger longest="
+            )
 
     @functools.cached_property
     def key(self) -> tuple:
@@ -173,7 +181,7 @@ class _Call:
     def traced(self, least: int) -> Traced:
         """The function, traced for any number of texts with any length from `least` on."""
         time, row = self._letters.time, self._letters.row
-        where = [f"{time} >= {least}", f"{time} <= {self.shape[1]}", f"{row} >= 1"]
+        where = [f"{time} >= {least}", f"{time} <= {self.longest}", f"{row} >= 1"]
         scope = export.SymbolicScope(where)
         leaves = []
         for axes, x in zip(self._axes, self._leaves):
@@ -271,8 +279,16 @@ class _Entry:
 
 
 class _Packed:
-    def __init__(self, f: Callable, axes: Any, letters: _Letters, texts: int | None):
-        self.f, self.axes, self.letters, self.texts = f, axes, letters, texts
+    def __init__(
+        self,
+        f: Callable,
+        axes: Any,
+        letters: _Letters,
+        texts: int | None = None,
+        longest: int | None = None,
+    ):
+        self.f, self.axes, self.letters = f, axes, letters
+        self.texts, self.longest = texts, longest
         self._entries: dict[tuple, _Entry] = {}
 
     def __call__(self, args: tuple, kwargs: dict) -> Any:
@@ -320,7 +336,9 @@ class _Packed:
         """Returns a function (program, segments, arrays) -> outputs."""
         texts, letters = call.texts, self.letters
         lengths = [len(entry.consts) + i for i in call.lengths]
+        longest = call.longest
         complete = texts >= call.shape[0] * call.shape[1] and program.least == 1
+        complete = complete and longest == call.shape[1]
 
         def run(program: Program, segments: Any, arrays: Sequence, note: Any = None) -> list:
             # The settings of the user hold for the function, not for what is made of it.
@@ -330,8 +348,8 @@ class _Packed:
                 outputs = program(rows, arrays, lengths, note)
                 if complete:
                     return outputs
-                short = rows.exists & (rows.lengths < program.least)
-                wrong = rows.overflow() | short.any()
+                unfit = (rows.lengths < program.least) | (rows.lengths > longest)
+                wrong = rows.overflow() | (rows.exists & unfit).any()
                 return [_or_nan(y, wrong) for y in outputs]
 
         return run
@@ -360,7 +378,7 @@ def _traced(call: _Call) -> tuple[Traced, int]:
     Returns it, and the length from which on its result is that of the function."""
     errors: list[Exception] = []
     for least in [1, 2, 3, 4, 8]:
-        if least > call.shape[1]:
+        if least > call.longest:
             break
         try:
             with _jax.symbolic_trace():
@@ -410,6 +428,7 @@ def pack(
     length: str = "t",
     row: str = "n",
     texts: int | None = None,
+    longest: int | None = None,
 ) -> Callable:
     """Makes a step written for one padded text per row run on packed rows.
 
@@ -444,12 +463,15 @@ def pack(
         row: the name of the axis of texts. Default "n".
         texts: the most texts in a batch. Default: the size of arrays of texts, or if there are
             none, as many as there are places, which is always enough.
+        longest: the most tokens of a text. Default: the length of the rows. State it if `f` has,
+            for example, positions for fewer.
 
     Returns:
         A function with f's signature. It takes the packed rows, and segments [rows, length]: the
         number of each token's text, 0 for padding, in place of the lengths or as `segments=`.
         The tokens of a text stand next to one another, and texts of one row have different numbers.
-        Outputs of tokens are packed, too. Under jit, more than `texts` texts give NaN.
+        Outputs of tokens are packed, too. Under jit, more than `texts` texts, or one of more than
+        `longest` tokens, give NaN.
 
     Raises:
         ValueError: an operation has no rule; shapes do not match; there are too many texts; an
@@ -471,8 +493,9 @@ def pack(
             raise ValueError(f"pack: {name!r} is no name of an axis, such as 't'")
     if length == row:
         raise ValueError(f"pack: the axes of positions and of texts have one name, {row!r}")
-    if texts is not None and (not isinstance(texts, int) or texts < 1):
-        raise ValueError(f"pack: texts must be a positive integer, got {texts!r}")
+    for name, most in (("texts", texts), ("longest", longest)):
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise ValueError(f"pack: {name} must be a positive integer, got {most!r}")
     letters = _Letters(length, row)
     spelled = [x for x in jax.tree.leaves(axes) if isinstance(x, str)]
     if not any(length in re.split(r"[,\s]+", text) for text in spelled):
@@ -480,7 +503,8 @@ def pack(
             f"pack: no axis is {length!r} in axes={axes!r}; write its name where it stands, such as "
             f'axes=(None, "{row}, {length}")'
         )
-    packed = _Packed(f, axes if isinstance(axes, str) else tuple(axes), letters, texts)
+    axes = axes if isinstance(axes, str) else tuple(axes)
+    packed = _Packed(f, axes, letters, texts, longest)
 
     @wraps(f)
     def over_rows(*args: Any, **kwargs: Any) -> Any:

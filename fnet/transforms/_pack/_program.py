@@ -21,6 +21,7 @@ from fnet.transforms._pack import (
     _windows,
     _writes,
 )
+from fnet.transforms._pack._flat import back, flat_outputs, of_all_tokens, sizes_of
 from fnet.transforms._pack._moves import existing, resolved
 from fnet.transforms._pack._rows import Rows
 from fnet.transforms._pack._rules import RULES, Call
@@ -104,7 +105,7 @@ def _input(x: Any, aval: Any, rows: Rows, lengths: bool) -> Packed:
 
 
 def _output(value: Packed, aval: Any, rows: Rows, number: int) -> Any:
-    value = resolved(value, rows)
+    value = resolved(back(value, rows), rows)
     if value.lead is not None:
         raise ValueError(
             f"pack: output {number}, {_shape(aval)}, differs from text to text, since it depends on "
@@ -172,9 +173,20 @@ class Evaluation:
             self._note(path, eqn.primitive.name, text, self._line(eqn))
 
         try:
-            if name not in RULES or not jaxpr.builtin(eqn.primitive):
+            if not jaxpr.builtin(eqn.primitive):
                 raise NoRule("")
-            return RULES[name](Call(eqn, values, rows, note, evaluate))
+            flat, loop = of_all_tokens(sizes_of(eqn), rows), name in _BODIES
+            if flat and not loop and any(value.is_flat for value in values):
+                return flat_outputs(eqn, values, rows, note, evaluate)
+            try:
+                if name not in RULES:
+                    raise NoRule("")
+                here = values if loop else [back(value, rows) for value in values]
+                return RULES[name](Call(eqn, here, rows, note, evaluate))
+            except NoRule:
+                if not flat:
+                    raise
+                return flat_outputs(eqn, values, rows, note, evaluate)
         except NoRule as error:
             raise ValueError(_message(eqn, path, self._line(eqn), str(error))) from None
 

@@ -22,6 +22,13 @@ class Time(NamedTuple):
     size: str
 
 
+class Flat(NamedTuple):
+    """An axis of all tokens of the batch, one after another, or one whose size is another expression
+    of their number, such as "2*n*t"."""
+
+    size: str
+
+
 ROW = "row"
 """An axis of the packed rows, together with one of places: that of the texts, at each place."""
 TEXT = "text"
@@ -59,6 +66,10 @@ class Packed:
     @property
     def is_global(self) -> bool:
         return all(isinstance(role, int) for role in self.roles)
+
+    @property
+    def is_flat(self) -> bool:
+        return any(isinstance(role, Flat) for role in self.roles)
 
     @property
     def times(self) -> list[int]:
@@ -135,6 +146,9 @@ def size_of(role: Role, rows: Any) -> int:
         return int(rows.shape[0])
     if role == TEXT:
         return int(rows.texts)
+    if isinstance(role, Flat):
+        most = {rows.letter: 1, rows.time: rows.shape[0] * rows.shape[1]}
+        return int(_sizes.value(role.size, most))
     return rows.layout(role.size).length if isinstance(role, Time) else int(role)
 
 
