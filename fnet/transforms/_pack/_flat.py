@@ -150,7 +150,7 @@ def sizes_of(eqn: Any) -> list:
     """All sizes in the types of an equation, and in its parameters."""
     atoms = (*eqn.invars, *eqn.outvars)
     found = [n for v in atoms for n in getattr(v.aval, "shape", ())]
-    return found + [n for value in eqn.params.values() for n in _numbers(value)]
+    return found + _numbers(tuple(eqn.params.values()))
 
 
 def _numbers(value: Any) -> list:
