@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 from pack_cases import CASES, EMBED, LENGTHS, D, V, packed, parameters, texts_of
 from test_pack import TEXTS, close, wide  # noqa: F401 (a fixture)
 
@@ -356,3 +357,24 @@ def test_packed_rows_of_the_training_package():
     x, positions = run(params, batch["tokens"], batch["positions"], segments=batch["segments"])
     np.testing.assert_array_equal(positions, batch["positions"])
     close(x[batch["segments"] != 0], model(params, batch["tokens"])[batch["segments"] != 0])
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        (lambda h, x: (h + x - x.mean(0), 0.0), "read what all texts have at the same position"),
+        (lambda h, x: (h + jax.jit(lambda x: x / x.sum())(x), 0.0), "read what all texts have"),
+        (
+            lambda h, x: (h + lax.cond(x[0] > 0, lambda x: x - x.max(), lambda x: x, x), 0.0),
+            "combines the texts at the same position",
+        ),
+        (lambda h, x: (jnp.tanh(h + x), x.sum()), "returns a sum over the texts at each position"),
+    ],
+)
+def test_texts_that_meet_in_a_loop_over_positions_are_refused(cell, message):
+    def f(x):
+        last, each = lax.scan(cell, jnp.zeros(x.shape[0]), x.T)
+        return (last + 0.1 * each.sum()).sum()
+
+    with pytest.raises(ValueError, match=message):
+        ft.pack(f, axes="n, t")(X, segments=S)

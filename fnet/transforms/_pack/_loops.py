@@ -178,7 +178,7 @@ def _over_positions(
         column = Column(rows, place["exists"], place["lengths"], place["numbers"])
         outputs = body(now, each, place)
         after = [_fit(y, kind, column).x for y, kind in zip(outputs, kinds)]
-        rest_ = [_of_row(y, i, sums, call, parts, column) for i, y in enumerate(outputs[len(xs) :])]
+        rest_ = [_of_row(y, column) for y in outputs[len(xs) :]]
         found[:] = [_kind(y) for y in rest_]
         wanted = [
             y if i not in sums and _used(call.eqn.outvars[i]) else None for i, y in enumerate(after)
@@ -253,16 +253,13 @@ def _sums(parts: Any, eqn: Any, letter: str) -> set[int]:
     """Returns which parts of the carry are sums over all texts and positions, to which the body
     adds: those of gradients of what all positions share."""
     program = parts.closed.jaxpr
-    mixed: set = set()
     of_texts = lambda v: any(
         _sizes.is_open(n) and letter in _sizes.letters(str(n)) for n in getattr(v.aval, "shape", ())
     )
-    for each in program.eqns:
-        inputs = [v for v in each.invars if not isinstance(v, _jax.Literal)]
-        reads = any(map(of_texts, inputs))
-        for v in each.outvars:
-            if not of_texts(v) and (reads or any(w in mixed for w in inputs)):
-                mixed.add(v)
+    mixed = _mixed(program, of_texts)
+    for v, used in zip(program.outvars[parts.carry :], map(_used, eqn.outvars[parts.carry :])):
+        if used and not isinstance(v, _jax.Literal) and v in mixed:
+            raise NoRule("it returns a sum over the texts at each position")
     found = set()
     for i in range(parts.carry):
         before, after = program.invars[parts.consts + i], program.outvars[i]
@@ -277,12 +274,28 @@ def _sums(parts: Any, eqn: Any, letter: str) -> set[int]:
     return found
 
 
-def _of_row(y: Packed, i: int, sums: set, call: Call, parts: Any, column: Any) -> Packed:
+def _mixed(program: Any, of_texts: Callable[[Any], bool]) -> set:
+    """Returns the variables of the body of a loop over positions that combine its texts. In packed
+    rows these are at other positions at the same time, so nothing of a text may depend on them."""
+    mixed: set = set()
+    for each in program.eqns:
+        inputs = [v for v in each.invars if not isinstance(v, _jax.Literal)]
+        reads, combined = any(map(of_texts, inputs)), any(v in mixed for v in inputs)
+        for v in each.outvars:
+            if of_texts(v) and combined:
+                raise NoRule("its texts read what all texts have at the same position")
+            if not of_texts(v) and (reads or combined):
+                mixed.add(v)
+        for body in jaxpr.bodies(each):
+            if _mixed(body.jaxpr, of_texts):
+                raise NoRule("a loop or branch in it combines the texts at the same position")
+    return mixed
+
+
+def _of_row(y: Packed, column: Any) -> Packed:
     """Returns an output of the body with an element for each row."""
     if not y.is_global:
         return dataclasses.replace(y, seed=None)
-    if _used(call.eqn.outvars[parts.carry + i]) and sums:
-        raise NoRule("it returns a sum over the texts at each position")
     x = jnp.broadcast_to(y.x, (column.texts, *y.x.shape))
     return Packed(x, y.groups, TEXT)
 
