@@ -365,9 +365,10 @@ def test_packed_rows_of_the_training_package():
         (lambda h, x: (h + x - x.mean(0), 0.0), "read what all texts have at the same position"),
         (lambda h, x: (h + jax.jit(lambda x: x / x.sum())(x), 0.0), "read what all texts have"),
         (
-            lambda h, x: (h + lax.cond(x[0] > 0, lambda x: x - x.max(), lambda x: x, x), 0.0),
-            "combines the texts at the same position",
+            lambda h, x: (h + lax.fori_loop(0, 2, lambda i, y: y - y.max(), x), 0.0),
+            "read what all texts have at the same position",
         ),
+        (lambda h, x: (h + jnp.cumsum(x), 0.0), "cumsum in it combines the texts"),
         (lambda h, x: (jnp.tanh(h + x), x.sum()), "returns a sum over the texts at each position"),
     ],
 )
@@ -378,3 +379,28 @@ def test_texts_that_meet_in_a_loop_over_positions_are_refused(cell, message):
 
     with pytest.raises(ValueError, match=message):
         ft.pack(f, axes="n, t")(X, segments=S)
+
+
+def test_what_all_texts_have_at_a_position_is_not_summed_over_positions():
+    spread = lambda x: (x.sum(1) + jnp.log1p(x.sum(0)).sum()).mean()
+    with pytest.raises(ValueError, match="what all texts have at each of them"):
+        ft.pack(spread, axes="n, t")(X, segments=S)
+    with pytest.raises(ValueError, match="what all texts have at each of them"):
+        ft.pack(lambda x: x.sum(1) + x.sum(0).max(), axes="n, t")(X, segments=S)
+    rest = lambda x: x - x.sum(0)  # but each text may read it at its positions
+    close(ft.pack(rest, axes="n, t")(X, segments=S), rest(X))
+    total = lambda x: x.sum(0).sum()  # and the sum of all is one
+    close(ft.pack(total, axes="n, t")(X, segments=S), total(X))
+
+
+def test_refusals_name_the_reason():
+    failing(lambda x, _: jnp.cumsum(x, 0), X, S, axes=("n, t", "segments"), match="of all texts")
+    failing(lambda x, _: jnp.sort(x, 0), X, S, axes=("n, t", "segments"), match="different texts")
+    failing(lambda x, _: x[0, 0], X, S, axes=("n, t", "segments"), match="some of the texts")
+
+
+def test_linspace_of_a_single_position_is_nan():
+    ramp = lambda x: (x * jnp.linspace(0.0, 1.0, x.shape[1])).sum(1)
+    sums = lambda rows: ft.pack(ramp, axes="n, t", texts=2)(X[:1], segments=np.array([rows]))
+    close(sums([1, 1, 2, 2]), [1.0, 1.0])
+    assert np.isnan(sums([1, 1, 1, 2])).all()

@@ -4,6 +4,7 @@ places of the rows, which begins anew with each text."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax, jaxpr
+from fnet.axes import axis_map
 from fnet.transforms._bucket import _sizes
 from fnet.transforms._bucket._padded import NoRule
 from fnet.transforms._pack._moves import resolved
@@ -253,9 +255,7 @@ def _sums(parts: Any, eqn: Any, letter: str) -> set[int]:
     """Returns which parts of the carry are sums over all texts and positions, to which the body
     adds: those of gradients of what all positions share."""
     program = parts.closed.jaxpr
-    of_texts = lambda v: any(
-        _sizes.is_open(n) and letter in _sizes.letters(str(n)) for n in getattr(v.aval, "shape", ())
-    )
+    of_texts = functools.partial(_text_axes, letter=letter)
     mixed = _mixed(program, of_texts)
     for v, used in zip(program.outvars[parts.carry :], map(_used, eqn.outvars[parts.carry :])):
         if used and not isinstance(v, _jax.Literal) and v in mixed:
@@ -274,7 +274,13 @@ def _sums(parts: Any, eqn: Any, letter: str) -> set[int]:
     return found
 
 
-def _mixed(program: Any, of_texts: Callable[[Any], bool]) -> set:
+def _text_axes(v: Any, letter: str) -> list[int]:
+    """Returns the axes of a variable that are axes of texts."""
+    open_in = lambda n: _sizes.is_open(n) and letter in _sizes.letters(str(n))
+    return [i for i, n in enumerate(getattr(v.aval, "shape", ())) if open_in(n)]
+
+
+def _mixed(program: Any, of_texts: Callable[[Any], list[int]]) -> set:
     """Returns the variables of the body of a loop over positions that combine its texts. In packed
     rows these are at other positions at the same time, so nothing of a text may depend on them."""
     mixed: set = set()
@@ -286,10 +292,30 @@ def _mixed(program: Any, of_texts: Callable[[Any], bool]) -> set:
                 raise NoRule("its texts read what all texts have at the same position")
             if not of_texts(v) and (reads or combined):
                 mixed.add(v)
+        if reads and any(map(of_texts, each.outvars)) and not _apart(each, of_texts):
+            raise NoRule(f"{each.primitive.name} in it combines the texts at the same position")
         for body in jaxpr.bodies(each):
             if _mixed(body.jaxpr, of_texts):
                 raise NoRule("a loop or branch in it combines the texts at the same position")
     return mixed
+
+
+def _apart(eqn: Any, of_texts: Callable[[Any], list[int]]) -> bool:
+    """Whether an equation computes the texts apart from each other, along one axis of texts."""
+    if jaxpr.bodies(eqn):  # they are looked at themselves
+        return all(len(of_texts(v)) < 2 for v in eqn.outvars)
+    axes = axis_map(eqn)
+    if axes is None:
+        return False
+    places = [of_texts(v) for v in eqn.outvars]
+    for i, v in enumerate(eqn.invars):
+        for axis in () if isinstance(v, _jax.Literal) else of_texts(v):
+            if set(axes.operands[i][axis]) & axes.fixed.keys():
+                return False
+            after = axes.follow(i, axis)
+            if any(place and place != [at] for place, at in zip(places, after)):
+                return False
+    return True
 
 
 def _of_row(y: Packed, column: Any) -> Packed:

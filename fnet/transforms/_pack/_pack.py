@@ -365,12 +365,13 @@ _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 def _of_library(error: Exception) -> bool:
     """Whether a function of JAX, and not the user's, asked how long a text is. It does so to decide
-    how something is computed, so the answer for longer texts will do."""
+    how something is computed, so the answer for longer texts will do. Except `jnp.linspace`, which
+    gives its beginning alone for a single element."""
     if not isinstance(error, jax.errors.InconclusiveDimensionOperation):
         return False
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     outside = [name for name in frames if os.path.basename(name) != "shape_poly.py"]
-    return outside[-1].startswith(_JAX)
+    return outside[-1].startswith(_JAX) and os.path.basename(outside[-1]) != "array_creation.py"
 
 
 def _traced(call: _Call) -> tuple[Traced, int]:

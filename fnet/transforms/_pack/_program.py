@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from fnet.transforms._pack._flat import back, flat_outputs, of_all_tokens, sizes
 from fnet.transforms._pack._moves import existing, resolved
 from fnet.transforms._pack._rows import Rows
 from fnet.transforms._pack._rules import RULES, Call
-from fnet.transforms._pack._values import Packed, Time, groups_of, whole
+from fnet.transforms._pack._values import ROW, TEXT, Packed, Time, groups_of, whole
 
 _LOADED = (
     _indexing,
@@ -182,7 +183,7 @@ class Evaluation:
                 if name not in RULES:
                     raise NoRule("")
                 here = values if loop else [back(value, rows) for value in values]
-                return RULES[name](Call(eqn, here, rows, note, evaluate))
+                return _marked(name, here, RULES[name](Call(eqn, here, rows, note, evaluate)))
             except NoRule:
                 if not flat:
                     raise
@@ -192,6 +193,26 @@ class Evaluation:
 
     def _line(self, eqn: Any) -> str:
         return _jax.line(eqn) or _line_around(self._original, eqn.primitive.name) or ""
+
+
+def _marked(name: str, inputs: list[Packed], outputs: list[Packed]) -> list[Packed]:
+    """Marks results that are the same for all texts at each position. Their sum over the positions
+    would be that over the positions of a text, and of some positions it has several."""
+    open_sums = [v for v in inputs if v.pending and v.times]
+    shared = any(v.shared for v in inputs)
+    if not open_sums and not shared:
+        return outputs
+    linear = (
+        name in ("reduce_sum", "dot_general", "scatter-add") and len(open_sums) == 1 and not shared
+    )
+    marked = []
+    for y in outputs:
+        own = any(role in (ROW, TEXT) for group in y.groups for role in group)
+        here = not own and not y.pending
+        if here and not y.times and not linear:
+            raise NoRule("it combines over the positions what all texts have at each of them")
+        marked.append(dataclasses.replace(y, shared=here and bool(y.times)))
+    return marked
 
 
 def _small(x: Any) -> bool:

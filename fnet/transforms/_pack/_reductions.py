@@ -109,6 +109,8 @@ def _cumulative(call: Call) -> list:
         return call.batched([value], [value.groups])
     if len(over) != 1:
         raise NoRule("it runs over all tokens of the batch")
+    if role == ROW:
+        raise NoRule("it runs over the same position of all texts")
     kind = call.eqn.primitive.name.removeprefix("cum")
     fill = lowest(value.x.dtype) if kind == "logsumexp" else IDENTITY[kind](value.x.dtype)
     x, (k,) = masked(value, over, fill, rows), over
@@ -150,7 +152,7 @@ def _sort(call: Call) -> list:
     role = target.roles[over[-1]]
     if len(over) == 1 and isinstance(role, int):
         return call.batched(values, [target.groups] * len(values))
-    if len(over) != 1 or role == TEXT or len(target.times) > 1:
+    if len(over) != 1 or role in (ROW, TEXT) or len(target.times) > 1:
         raise NoRule("it orders elements of different texts")
     call.note("sorted within each text")
     layout = rows.layout(role.size)

@@ -148,6 +148,8 @@ class Rows:
 
     def value(self, size: Any) -> Any:
         """Returns the value of a size that depends on the length of a text alone, for each text."""
+        if self.letter in _sizes.letters(str(size)):
+            raise NoRule("it selects some of the texts")
         return _sizes.value(str(size), {self.time: self.lengths})
 
     def total(self, size: Any) -> Any:

@@ -49,6 +49,7 @@ class Packed:
         pending: whether the sum over the texts of the lead axis is still to be taken.
         seed: a scalar of which the value consists, or None.
         lengths: whether these are the lengths of the texts.
+        shared: whether it is what all texts have at each position, such as a statistic over them.
     """
 
     x: Any
@@ -57,6 +58,7 @@ class Packed:
     pending: bool = False
     seed: Any = None
     lengths: bool = False
+    shared: bool = False
 
     @property
     def roles(self) -> tuple[Role, ...]:
