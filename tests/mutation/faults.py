@@ -253,8 +253,8 @@ FAULTS = (
     ),
     Fault(
         "parallel",
-        "peak = max(peak, 2 * gathered)",
-        "pass",
+        "state + max(most, 2 * self.gathered),",
+        "state + most,",
         "the estimate of ZeRO-1 lacks gathered parameters",
     ),
     Fault(
