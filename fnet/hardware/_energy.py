@@ -35,6 +35,10 @@ class EnergyMeter:
 
     Attributes:
         source: the names of the counters, such as "RAPL package-0".
+
+    >>> meter = hw.energy_meter()
+    >>> meter is None or isinstance(meter, hw.EnergyMeter)
+    True
     """
 
     def __init__(self, counters: Sequence[Counter]):
