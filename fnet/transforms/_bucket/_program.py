@@ -20,6 +20,25 @@ Ranges = Mapping[str, tuple[int, int]]
 """{letter: (shortest length, size)} of a bucket"""
 
 
+def backward(raw: Any, wanted: tuple[int, ...]) -> tuple[Any, list]:
+    """Returns the jaxpr (*inputs, *cotangents of the floating-point outputs) -> cotangents of the
+    inputs `wanted` of a closed jaxpr with open sizes, and the sizes that it assumes not to be 0."""
+
+    def pulled(*arrays: Any) -> list:
+        inputs, cotangents = list(arrays[: len(raw.in_avals)]), arrays[len(raw.in_avals) :]
+
+        def function(*some: Any) -> list:
+            for i, x in zip(wanted, some):
+                inputs[i] = x
+            return [y for y in _jax.evaluate(raw, raw.consts, inputs) if is_inexact(y)]
+
+        return jax.vjp(function, *[inputs[i] for i in wanted])[1](list(cotangents))
+
+    with _jax.symbolic_trace() as unequal:
+        closed = _jax.make_jaxpr(pulled)(*raw.in_avals, *filter(is_inexact, raw.out_avals))
+    return closed, unequal
+
+
 class Program:
     """A jaxpr whose sizes are expressions of letters, as one program for each bucket.
 
@@ -82,22 +101,7 @@ class Program:
         """Returns the program (*inputs, *cotangents of the floating-point outputs) -> cotangents of
         the inputs `wanted`."""
         if wanted not in self._derivatives:
-            raw = self._raw
-
-            def backward(*arrays: Any) -> list:
-                inputs, cotangents = list(arrays[: len(raw.in_avals)]), arrays[len(raw.in_avals) :]
-
-                def function(*some: Any) -> list:
-                    for i, x in zip(wanted, some):
-                        inputs[i] = x
-                    outputs = _jax.evaluate(raw, raw.consts, inputs)
-                    return [y for y in outputs if is_inexact(y)]
-
-                return jax.vjp(function, *[inputs[i] for i in wanted])[1](list(cotangents))
-
-            types = [*raw.in_avals, *filter(is_inexact, raw.out_avals)]
-            with _jax.symbolic_trace() as unequal:
-                closed = _jax.make_jaxpr(backward)(*types)
+            closed, unequal = backward(self._raw, wanted)
             self._derivatives[wanted] = Program(closed, [*self._unequal, *unequal], self._shortest)
         return self._derivatives[wanted]
 

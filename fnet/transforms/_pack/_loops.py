@@ -96,7 +96,10 @@ def _scan(call: Call) -> list:
     inner = [_kind(value.like(None, groups=value.groups[1:])) for value in slices]
 
     def body(carry: Sequence[Packed], each: Sequence[Any]) -> list[Packed]:
-        given = [kind.of(x) for kind, x in zip(inner, each)]
+        given = [
+            dataclasses.replace(kind.of(x), shared=value.shared)
+            for kind, x, value in zip(inner, each, slices)
+        ]
         return call.evaluate(parts.closed, [*consts, *carry, *given], rows)
 
     def kinds_of(carry: list) -> list:
@@ -147,7 +150,6 @@ def _over_positions(
         "lengths": jnp.take(rows.lengths, layout.text, mode="clip").T,
         "numbers": layout.text.T,
     }
-    inner = [kind for kind, _, _ in values]
     scanned = [x for _, x, moving in values if moving]
     fixed = [x for _, x, moving in values if not moving]
     starts = [x for i, (_, x) in ((i, b) for i, b in enumerate(begins) if i not in sums)]
@@ -196,7 +198,6 @@ def _over_positions(
             results.append(value)
         else:
             results.append(_final(value, kinds[i], states[i], layout, reverse, rows))
-    del inner
     return [*results, *(_stacked(kind, y, time) for kind, y in zip(found, stacked))]
 
 

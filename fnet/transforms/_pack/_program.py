@@ -12,7 +12,7 @@ import numpy as np
 
 from fnet import _jax, jaxpr
 from fnet.transforms._bucket._padded import NoRule, Note
-from fnet.transforms._bucket._program import _line_around, _open_in, is_inexact
+from fnet.transforms._bucket._program import _line_around, _open_in, backward
 from fnet.transforms._pack import (
     _indexing,
     _loops,
@@ -77,22 +77,7 @@ class Program:
         """Returns the program (*inputs, *cotangents of the floating-point outputs) -> cotangents of
         the inputs `wanted`."""
         if wanted not in self._derivatives:
-            raw = self._raw
-
-            def backward(*arrays: Any) -> list:
-                inputs, cotangents = list(arrays[: len(raw.in_avals)]), arrays[len(raw.in_avals) :]
-
-                def function(*some: Any) -> list:
-                    for i, x in zip(wanted, some):
-                        inputs[i] = x
-                    outputs = _jax.evaluate(raw, raw.consts, inputs)
-                    return [y for y in outputs if is_inexact(y)]
-
-                return jax.vjp(function, *[inputs[i] for i in wanted])[1](list(cotangents))
-
-            types = [*raw.in_avals, *filter(is_inexact, raw.out_avals)]
-            with _jax.symbolic_trace():
-                closed = _jax.make_jaxpr(backward)(*types)
+            closed, _ = backward(self._raw, wanted)
             self._derivatives[wanted] = Program(closed, self.least)
         return self._derivatives[wanted]
 
