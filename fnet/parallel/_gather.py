@@ -14,8 +14,8 @@ def gather(value: Any) -> np.ndarray:
     """Returns the values of all processes, [processes, ...]. All of them call it with values of the
     same shape and dtype.
 
-    `multihost_utils.process_allgather` does the same for processes with equal numbers of devices.
-    Here each process uses one.
+    `multihost_utils.process_allgather` does the same for processes with equal numbers of devices
+    (findings/unequal_processes.sh). Here each process uses one.
     """
     mine = np.asarray(value)[None]
     if jax.process_count() == 1:
