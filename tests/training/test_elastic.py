@@ -107,6 +107,12 @@ def test_what_makes_a_new_round_due(notes, alive, expected):
     assert (found and (found.why, found.gently, found.failed)) == expected
 
 
+@pytest.mark.parametrize("note", [{"number": 3, "members": [], "era": "new"}, ["a"], 7])
+def test_a_round_of_another_version_names_its_fields(note):
+    with pytest.raises(ValueError, match="run one version of fnet on all hosts, or name a new"):
+        Round.read(note)
+
+
 def test_a_round_is_over_when_all_have_finished():
     done = {"a": note("finished"), "b": note("finished")}
     assert over(ROUND, done) and not over(ROUND, {"a": note("finished"), "b": note()})

@@ -49,11 +49,22 @@ class Board:
             self._at(_HOST + name).unlink(missing_ok=True)
 
     def last_round(self) -> dict | None:
-        """Returns the newest round, or None if there is none."""
+        """Returns the newest round, or None if there is none.
+
+        Raises:
+            ValueError: its file is not JSON.
+        """
         numbers = sorted(filter(str.isdecimal, self._names(_ROUND)), key=int)
         if not numbers:
             return None
-        return json.loads(self._at(_ROUND + numbers[-1]).read_bytes())
+        data = self._at(_ROUND + numbers[-1]).read_bytes()
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise ValueError(
+                f"elastic: {_ROUND}{numbers[-1]}{_END} in {self} is not JSON, so it is no round: "
+                "remove it, or name a new folder"
+            ) from None
 
     def begin(self, number: int, note: dict) -> bool:
         """Writes a round, unless another host has written a round of this number. Returns whether

@@ -36,8 +36,20 @@ class Round(NamedTuple):
 
     @classmethod
     def read(cls, note: dict | None) -> Round:
+        """Returns the round of a note, or round 0 without hosts if there is none.
+
+        Raises:
+            ValueError: the note has not the fields of a round.
+        """
         if note is None:
             return cls(0, (), "", "")
+        if not isinstance(note, dict) or set(note) != set(cls._fields):
+            found = ", ".join(sorted(note)) if isinstance(note, dict) else repr(note)[:80]
+            raise ValueError(
+                f"elastic: a round in the shared folder has the fields {found}; expected "
+                f"{', '.join(sorted(cls._fields))}. Another version of fnet, or another program, "
+                "wrote it: run one version of fnet on all hosts, or name a new folder"
+            )
         return cls(**{**note, "members": tuple(note["members"])})
 
 
