@@ -297,7 +297,7 @@ def start(
 
 def advance(model, params, carry: Carry, options: Sampling, stop, until, *, sampled) -> Carry:
     """Generates tokens until each example has `until` new tokens, or all examples have stopped."""
-    seen, apply = carry.seen, _decoder(model)
+    seen, apply = carry.seen, decoder(model)
 
     def going(carry):
         return (carry.count < until) & ~carry.done.all()
@@ -332,7 +332,7 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
     return lax.while_loop(going, step, carry._replace(seen=None))._replace(seen=seen)
 
 
-def _decoder(model):
+def decoder(model):
     """Returns a function (params, tokens, cache) -> (logits, cache), which is tuned for a GPU or
     TPU."""
 

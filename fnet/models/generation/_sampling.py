@@ -50,6 +50,17 @@ def sampling(caller: str, **options) -> Sampling:
         TypeError: the name of an option is unknown.
         ValueError: an option is outside its range.
     """
+    check_options(caller, **options)
+    return Sampling(
+        **{
+            name: None if value is None else jnp.asarray(value, jnp.float32)
+            for name, value in options.items()
+        }
+    )
+
+
+def check_options(caller: str, **options) -> None:
+    """Raises the errors of `sampling`."""
     for name, value in options.items():
         if name not in _RANGES:
             raise TypeError(
@@ -63,12 +74,6 @@ def sampling(caller: str, **options) -> Sampling:
             span = f">= {low}" if high == np.inf else f"from {low:g} to {high:g}"
             kind = "an integer " if name == "top_k" else "finite and " if high == np.inf else ""
             raise ValueError(f"{caller}: {name} must be {kind}{span}; got {value}")
-    return Sampling(
-        **{
-            name: None if value is None else jnp.asarray(value, jnp.float32)
-            for name, value in options.items()
-        }
-    )
 
 
 def is_sampled(temperature) -> bool:
