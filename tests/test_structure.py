@@ -25,7 +25,7 @@ IMPORTS = {
     "models": "_util compress jaxpr layers transforms",
     "export": "_jax _util jaxpr layers",
     "introspect": "_jax _util axes cost export hardware jaxpr layers parallel transforms",
-    "serve": "_util export introspect transforms",
+    "serve": "_util compress export introspect jaxpr layers models transforms",
     "training": "_jax _util cost hardware introspect jaxpr layers parallel transforms",
     "search": "_jax _util cost jaxpr parallel training transforms",
     "federated": "_jax search training transforms",

@@ -1,4 +1,7 @@
-"""A server for exported models (bundles), which needs the packages starlette and uvicorn.
+"""Serves models: an engine that generates the texts of many requests together, and a server for
+exported models (bundles), which needs the packages starlette and uvicorn.
+
+    engine = serve.Engine(model, params, slots=8)             # continuous batching, as a library
 
     fnet serve digits.fnet
 
@@ -10,7 +13,23 @@ reports metrics. `docs/how_to/serve.md` describes it.
 """
 
 from fnet.serve._application import application
+from fnet.serve._batching import Full
+from fnet.serve._engine._engine import Engine
+from fnet.serve._engine._request import Finished, Mask, Request, Token
+from fnet.serve._engine._stats import Histogram, Stats
 from fnet.serve._options import Options
 from fnet.serve._run import run
 
-__all__ = ["Options", "application", "run"]
+__all__ = [
+    "Engine",
+    "Finished",
+    "Full",
+    "Histogram",
+    "Mask",
+    "Options",
+    "Request",
+    "Stats",
+    "Token",
+    "application",
+    "run",
+]

@@ -26,7 +26,16 @@ class Alone(Exception):
 
 
 class Full(RuntimeError):
-    """Raised if the queue of waiting requests is full, or if the `Batcher` is closed."""
+    """Raised if too many requests wait, or if what would compute them is closed. Ask again later.
+
+    >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
+    >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
+    >>> engine = serve.Engine(gpt, params, queue=1)
+    >>> request = engine.submit([1, 2], max_tokens=3)
+    >>> engine.submit([1, 2], max_tokens=3)
+    Traceback (most recent call last):
+    fnet.serve._batching.Full: Engine: 1 requests wait, and queue=1; ask again later
+    """
 
 
 class _Request(NamedTuple):
