@@ -4,6 +4,8 @@
 
 prints for each whether the fault was found: the same predicate, the operation and the layer where
 it was planted, in a process without fnet; and the equations and lines of the script, and the time.
+Where diffrax is installed (`.venv-programs` of `make verify-programs`), three more are in its
+solves.
 """
 
 import os
@@ -14,11 +16,13 @@ if __name__ == "__main__":
 
 import dataclasses
 import functools
+import importlib.util
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,6 +227,39 @@ def _solve_rule(primitive: str, wrong: Callable) -> Callable:
     def build() -> tuple[Callable, tuple, dict]:
         f, args, _ = _solve(lambda x, t: x)()
         return f, args, {"transform": _rewritten(primitive, wrong)}
+
+    return build
+
+
+# Solves by diffrax, which `make test` does not install.
+
+
+def _diffrax(fault: Callable, *, gradient: bool = False, **options: Any) -> Callable:
+    def build() -> tuple[Callable, tuple, dict]:
+        import diffrax
+
+        def field(t, y, weights):
+            with jax.named_scope("field"):
+                return fault(jnp.tanh(y @ weights) - y, t)
+
+        def solve(weights, y):
+            term, solver = diffrax.ODETerm(field), diffrax.Tsit5()
+            adaptive = diffrax.PIDController(rtol=1e-3, atol=1e-3)
+            solution = diffrax.diffeqsolve(
+                term,
+                solver,
+                t0=0.0,
+                t1=2.0,
+                dt0=0.1,
+                y0=y,
+                args=weights,
+                stepsize_controller=adaptive if options else diffrax.ConstantStepSize(),
+                throw=False,
+            )
+            return jnp.square(solution.ys).mean()
+
+        f = jax.value_and_grad(solve) if gradient else solve
+        return f, (_draw(6, 6), _draw(4, 6, seed=1)), options
 
     return build
 
@@ -438,6 +475,25 @@ FAULTS = (
 )
 
 
+DIFFRAX = (
+    Fault("diffrax: log", FINITE, ("log",), "field", _diffrax(_late(_log))),
+    Fault(
+        "diffrax, gradient: root",
+        FINITE,
+        ("sqrt",),
+        "field",
+        _diffrax(_late(_sqrt), gradient=True),
+    ),
+    Fault(
+        "diffrax, adaptive: wrong rule for tanh",
+        PLAIN,
+        ("tanh",),
+        "field",
+        _diffrax(lambda x, t: x, transform=_rewritten("tanh", _scaled)),
+    ),
+)
+
+
 def reduced(fault: Fault, folder: str) -> introspect.Reduced:
     f, args, options = fault.build()
     return introspect.reduce(f, args, fault.failing, folder, **options)
@@ -458,7 +514,11 @@ def missed(fault: Fault, found: introspect.Reduced) -> str:
 
 
 def main(names: list[str]) -> None:
-    chosen = [fault for fault in FAULTS if not names or any(each in fault.name for each in names)]
+    installed = importlib.util.find_spec("diffrax") is not None
+    if not installed:
+        print("diffrax is not installed, so its faults are left out")
+    every = FAULTS + DIFFRAX if installed else FAULTS
+    chosen = [fault for fault in every if not names or any(each in fault.name for each in names)]
     rows = []
     print(f"{'fault':38}{'equations':>10}{'lines':>7}{'seconds':>9}  found")
     for fault in chosen:
