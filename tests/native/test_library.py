@@ -121,14 +121,23 @@ def test_a_cache_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
 
 @needs_a_compiler
 def test_several_processes_compile_at_once(tmp_path):
-    program = "from fnet import native; kernels = native.library(); print(bool(kernels), kernels)"
-    environment = {**os.environ, "FNET_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "one.cpp").write_text(NOTHING)
+    program = (
+        "import pathlib, sys; from fnet.native import _library; "
+        "_library.SOURCE, _library.HANDLERS = pathlib.Path(sys.argv[1]), ('fnet_nothing',); "
+        "kernels = _library.library(); print(bool(kernels), kernels)"
+    )
+    environment = {**os.environ, "FNET_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", program, tmp_path / "source"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
-        for _ in range(2)
+        for _ in range(3)
     ]
     outputs = [child.communicate(timeout=300)[0] for child in children]
-    assert outputs[0] == outputs[1] and outputs[0].startswith("True "), outputs
-    assert len(list((tmp_path / "native").iterdir())) == 1
+    assert len({*outputs}) == 1 and outputs[0].startswith("True "), outputs
+    assert len(list((tmp_path / "cache" / "native").iterdir())) == 1
