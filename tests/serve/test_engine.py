@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fnet import compress, models
-from fnet.serve._engine import _cache, _prefix, _table
+from fnet.serve._engine import _cache, _loop, _prefix, _table
 
 pytestmark = pytest.mark.usefixtures("quickly")
 LENGTHS = 3, 33, 2, 12, 33  # a prompt of 33 tokens has a block of 32 before its last token
@@ -109,6 +109,29 @@ def test_log_probs():
         np.testing.assert_allclose([x for _, x in token.top], row[best], rtol=1e-4)
     plain = engines.engine(model, params).submit([1], max_tokens=1)
     assert [token.top for token in plain] == [()]
+
+
+def test_several_tokens_at_once(monkeypatch):
+    """For small models, while nobody waits: the same texts, stop tokens included."""
+    model, params = engines.start("grouped queries")
+    engine, asked = engines.engine(model, params), []
+    advance = engine._loop._advance
+
+    def recorded(*args, turns):
+        asked.append(turns)
+        return advance(*args, turns=turns)
+
+    monkeypatch.setattr(engine._loop, "_advance", recorded)
+    monkeypatch.setattr(_loop, "_HURRY", np.inf)
+    prompts = engines.prompts(3, 5)
+    expected = [engines.alone(model, params, prompt, 30) for prompt in prompts]
+    engine._loop._pace = 0
+    texts = engine.generate(prompts, max_tokens=30, temperature=0)
+    assert [text.tokens for text in texts] == expected
+    assert asked.count(8) >= 2 and asked.count(1) > 2
+    stop = expected[0][10]
+    [text] = engine.generate(prompts[:1], max_tokens=30, temperature=0, stop=(stop,))
+    assert text.tokens == expected[0][: expected[0].index(stop)] and text.finish_reason == "stop"
 
 
 @pytest.mark.exhaustive

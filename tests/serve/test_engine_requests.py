@@ -230,13 +230,13 @@ def test_a_turn_that_fails_ends_what_runs_and_no_more(model, engine, monkeypatch
     running = engine.submit([1, 2], max_tokens=3)
     engine.step()
 
-    def fails(*args):
+    def fails(*args, turns):
         raise MemoryError("no room")
 
-    decode = engine._loop._decode
-    monkeypatch.setattr(engine._loop, "_decode", fails)
+    advance = engine._loop._advance
+    monkeypatch.setattr(engine._loop, "_advance", fails)
     engine.step()
-    monkeypatch.setattr(engine._loop, "_decode", decode)
+    monkeypatch.setattr(engine._loop, "_advance", advance)
     assert running.result().error == "MemoryError: no room" and "no room" in caplog.text
     later = engine.submit([1, 2], max_tokens=3, temperature=0)
     assert later.result().tokens == engines.alone(*model, [1, 2], 3)

@@ -135,7 +135,7 @@ class Engine:
             plan,
             table,
             self._queue,
-            _decoder(plan, self.one_by_one, exact),
+            *_steps(plan, self.one_by_one, exact),
             prefixes=None if by_length else _prefixes(prefix_cache, table),
             adapters={name: i + 1 for i, name in enumerate(self.adapters)},
             stop=stops,
@@ -382,15 +382,19 @@ def _by_length(model: Any) -> bool:
     return any(getattr(each, "by_length", False) for each in several)
 
 
-def _decoder(plan: Plan, one_by_one: str | None, exact: bool) -> Callable:
-    """Returns a function (adapters, last, cache) -> (logits, cache)."""
+def _steps(plan: Plan, one_by_one: str | None, exact: bool) -> tuple[Callable, Callable | None]:
+    """Returns (a function (adapters, last, cache) -> (logits, cache), `_programs.advance` or None if
+    tokens must be chosen by a program of their own)."""
     if one_by_one is not None:
         _LOG.warning("texts are computed one by one, because %s", one_by_one)
-        step = functools.partial(_programs.decode_one_by_one, layout=plan.layout)
-        return functools.partial(step, plan.model, plan.params)
-    if exact:
-        return functools.partial(_programs.decode_exactly(plan.model), plan.params)
-    return functools.partial(_programs.decode, plan.model, plan.params)
+    elif exact:
+        return functools.partial(_programs.decode_exactly(plan.model), plan.params), None
+    layout = None if one_by_one is None else plan.layout
+    decode, advance = (
+        functools.partial(program, plan.model, plan.params)
+        for program in (_programs.decode, _programs.advance)
+    )
+    return functools.partial(decode, layout=layout), functools.partial(advance, layout=layout)
 
 
 def _prefixes(most: bool | int, table: Table) -> Prefixes | None:

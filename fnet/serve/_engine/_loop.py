@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,10 +23,14 @@ from fnet.serve._engine._stats import Counters, Times
 from fnet.serve._engine._table import Table
 
 _LOG = logging.getLogger("fnet.serve")
+# Steps of small models are as short as the work of the host between them, so several are one program
+# if they take no longer than this many seconds together.
+_SEVERAL, _HURRY = 8, 0.04
 
 
 class _Turn(NamedTuple):
-    """A decode step on its way: its tokens on the device, and whose row is which."""
+    """Decode steps on their way: their tokens on the device, [rows] or [steps, rows], and whose row
+    is which."""
 
     picked: _sampling.Picked
     requests: list[tuple[int, Request]]
@@ -47,6 +53,7 @@ class Loop:
         table: Table,
         queue: Queue,
         decode: Callable,
+        advance: Callable | None,
         *,
         prefixes: Prefixes | None,
         adapters: Mapping[str, int],
@@ -56,7 +63,9 @@ class Loop:
     ):
         self.plan, self.table, self.prefixes = plan, table, prefixes
         self.counters, self.first, self.between = counters, Times(), Times()
-        self._queue, self._decode, self._adapters = queue, decode, adapters
+        self._queue, self._adapters = queue, adapters
+        self._decode, self._advance = decode, advance
+        self._pace = math.inf  # seconds of a decode step, smoothed
         self._stop, self._memory = stop, memory
         self.cancels = False
         self._prompt: Prompt | None = None
@@ -76,14 +85,16 @@ class Loop:
 
     def turn(self, ahead: int) -> bool:
         """Takes a turn, and reads the tokens of all but the last `ahead`. Returns whether there was
-        anything to do."""
+        anything to do. If some may be ahead, several tokens of every row may be one turn."""
         if self.cancels:
             for request in (*self._queue.requests(), *self.requests()):
                 request.cancel()
+        began = time.perf_counter()
         try:
             self.table.leave()
-            busy = self._read_prompts()
-            busy = self._decode_all() or busy
+            reads = self._read_prompts()
+            steps = self._decode_all(_SEVERAL if ahead and not reads else 1)
+            busy = reads or steps > 0
             while len(self._pending) > (ahead if busy else 0):
                 self._deliver()
                 busy = True
@@ -92,6 +103,9 @@ class Loop:
             if not isinstance(error, Exception):
                 raise
             return True
+        if steps and not reads:
+            seconds = (time.perf_counter() - began) / steps
+            self._pace = min(seconds, self._pace * 0.8 + seconds * 0.2)
         return busy
 
     def _read_prompts(self) -> bool:
@@ -130,24 +144,41 @@ class Loop:
             return False
         return self._memory is None or self.table.bytes_for([*running, request]) <= self._memory
 
-    def _decode_all(self) -> bool:
-        """Computes one token of every row."""
+    def _decode_all(self, most: int) -> int:
+        """Computes a token of every row, or several. Returns how many."""
         table = self.table
         table.fit()
         requests = list(table.active())
         if not requests:
-            return False
-        for _, request in requests:
-            request.dispatched += 1
-        rows, counts = table.rows, table.counted(request for _, request in requests)
-        logits, table.cache = self._decode(rows.adapters, rows.last, table.cache)
+            return 0
+        running = [request for _, request in requests]
+        steps = most if self._may_hurry(running, most) else 1
+        for request in running:
+            request.dispatched += steps
         active = np.zeros(len(table.requests), bool)
         active[[slot for slot, _ in requests]] = True
-        table.rows, table.counts, picked = _sampling.pick(
-            logits, rows, jnp.asarray(active), counts, self._allowed(requests)
-        )
+        rows, counts = table.rows, table.counted(running)
+        if self._advance is None or any(each.options.mask is not None for each in running):
+            logits, table.cache = self._decode(rows.adapters, rows.last, table.cache)
+            table.rows, table.counts, picked = _sampling.picked(
+                logits, rows, jnp.asarray(active), counts, self._allowed(requests)
+            )
+        else:
+            table.rows, table.counts, table.cache, picked = self._advance(
+                rows, jnp.asarray(active), counts, table.cache, turns=steps
+            )
         self._pending.append(_Turn(picked, requests))
-        return True
+        return steps
+
+    def _may_hurry(self, running: list[Request], steps: int) -> bool:
+        """Whether several tokens of every row may be computed at once: nobody waits long for them or
+        for a row, everyone needs all of them, and there is room."""
+        if self._advance is None or len(self._queue) or self._pace * steps > _HURRY:
+            return False
+        if any(each.options.mask is not None for each in running):
+            return False
+        needed = min(each.options.max_tokens - each.dispatched for each in running)
+        return steps <= needed and max(each.length for each in running) + steps <= self.table.length
 
     def _allowed(self, requests: list[tuple[int, Request]]) -> jax.Array | None:
         """Asks the masks, for which all tokens up to now are needed."""
@@ -167,19 +198,27 @@ class Loop:
     def _deliver(self) -> None:
         """Reads the tokens of the oldest turn, and gives them to their requests."""
         turn = self._pending.popleft()
-        tokens, log_probs, top, top_log_probs = jax.device_get(turn.picked)
-        for slot, request in turn.requests:
-            if request.ended:
-                continue
-            if np.isnan(log_probs[slot]):
-                self._end(request, "error", FloatingPointError("the model's logits are not finite"))
-                continue
-            token, many = int(tokens[slot]), request.options.log_probs
-            if token in self._stop or token in request.options.stop:
-                self._end(request, "stop")
-                continue
-            pairs = zip(top[slot, :many].tolist(), top_log_probs[slot, :many].tolist())
-            self._give(request, Token(token, float(log_probs[slot]), tuple(pairs)))
+        picked = jax.device_get(turn.picked)
+        rows, many = picked.top.shape[-2:]
+        tokens, log_probs = (x.reshape(-1, rows) for x in (picked.tokens, picked.log_probs))
+        top, top_log_probs = (x.reshape(-1, rows, many) for x in (picked.top, picked.top_log_probs))
+        for step in range(len(tokens)):
+            for slot, request in turn.requests:
+                count = request.options.log_probs
+                pairs = zip(top[step, slot, :count], top_log_probs[step, slot, :count])
+                best = tuple((int(token), float(log_prob)) for token, log_prob in pairs)
+                token = Token(int(tokens[step, slot]), float(log_probs[step, slot]), best)
+                self._receive(request, token)
+
+    def _receive(self, request: Request, token: Token) -> None:
+        if request.ended:
+            return
+        if math.isnan(token.log_prob):
+            self._end(request, "error", FloatingPointError("the model's logits are not finite"))
+        elif token.id in self._stop or token.id in request.options.stop:
+            self._end(request, "stop")
+        else:
+            self._give(request, token)
 
     def _give(self, request: Request, token: Token) -> None:
         first = not request.generated_count

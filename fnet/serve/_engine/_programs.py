@@ -16,6 +16,7 @@ from fnet import transforms as ft
 from fnet.models.generation import _generate
 from fnet.serve._engine import _adapters
 from fnet.serve._engine._cache import Layout
+from fnet.serve._engine._sampling import Counts, Picked, Rows, pick
 
 
 def next_logits(
@@ -28,17 +29,8 @@ def next_logits(
     return logits[:, 0].astype(jnp.float32), cache
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
-def decode(
-    model: Any, params: Any, adapters: jax.Array, last: jax.Array, cache: Any
-) -> tuple[jax.Array, Any]:
-    """`next_logits` of all rows at once."""
-    return next_logits(model, params, adapters, last, cache)
-
-
-@functools.partial(jax.jit, static_argnames=("model", "layout"), donate_argnames="cache")
-def decode_one_by_one(
-    model: Any, params: Any, adapters: jax.Array, last: jax.Array, cache: Any, *, layout: Layout
+def _one_by_one(
+    model: Any, params: Any, adapters: jax.Array, last: jax.Array, cache: Any, layout: Layout
 ) -> tuple[jax.Array, Any]:
     """`next_logits` of one row after another, by a loop whose body sees a single row."""
     structure = jax.tree.structure(cache)
@@ -58,6 +50,60 @@ def decode_one_by_one(
     logits, after = lax.map(one, (adapters, last, rows_first))
     moved = [jnp.moveaxis(x, 0, leaf.rows) for x, leaf in zip(after, layout.leaves)]
     return logits, jax.tree.unflatten(structure, moved)
+
+
+def _step(
+    model: Any, params: Any, adapters: jax.Array, last: jax.Array, cache: Any, layout: Layout | None
+) -> tuple[jax.Array, Any]:
+    if layout is None:
+        return next_logits(model, params, adapters, last, cache)
+    return _one_by_one(model, params, adapters, last, cache, layout)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "layout"), donate_argnames="cache")
+def decode(
+    model: Any,
+    params: Any,
+    adapters: jax.Array,
+    last: jax.Array,
+    cache: Any,
+    *,
+    layout: Layout | None,
+) -> tuple[jax.Array, Any]:
+    """`next_logits` of all rows at once, or with a layout one by one."""
+    return _step(model, params, adapters, last, cache, layout)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "layout", "turns"),
+    donate_argnames=("rows", "counts", "cache"),
+)
+def advance(
+    model: Any,
+    params: Any,
+    rows: Rows,
+    active: jax.Array,
+    counts: Counts | None,
+    cache: Any,
+    *,
+    layout: Layout | None,
+    turns: int,
+) -> tuple[Rows, Counts | None, Any, Picked]:
+    """Computes `turns` tokens of every row. Returns (rows, counts, cache, the tokens [turns, rows])."""
+
+    def turn(carry: tuple, _: Any) -> tuple[tuple, Picked]:
+        rows, counts, cache = carry
+        logits, cache = _step(model, params, rows.adapters, rows.last, cache, layout)
+        rows, counts, picked = pick(logits, rows, active, counts, None)
+        return (rows, counts, cache), picked
+
+    carry = rows, counts, cache
+    if turns == 1:
+        carry, picked = turn(carry, None)
+        return *carry, jax.tree.map(lambda x: x[None], picked)
+    carry, picked = lax.scan(turn, carry, length=turns)
+    return *carry, picked
 
 
 @functools.lru_cache(64)

@@ -104,7 +104,6 @@ def rows_taken(tree: Any, slots: jax.Array) -> Any:
     return jax.tree.map(lambda x: x[slots], tree)
 
 
-@functools.partial(jax.jit, donate_argnums=(1, 3))
 def pick(
     logits: jax.Array,
     rows: Rows,
@@ -145,6 +144,9 @@ def pick(
         counts = counts._replace(generated=counts.generated.at[line, tokens].add(1))
     rows = rows._replace(last=tokens, count=rows.count + 1)
     return rows, counts, Picked(tokens, log_probs, top, top_log_probs)
+
+
+picked = jax.jit(pick, donate_argnums=(1, 3))
 
 
 def _next(logits: jax.Array, rows: Rows, active: jax.Array) -> jax.Array:
