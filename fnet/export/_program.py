@@ -32,6 +32,8 @@ class Program:
         entries: the entry points, {name: `Entry`}.
         weights: the weights, {name: array}. Names begin with params/ or state/, or with constants/
             for arrays that a function closes over.
+        tokenizer: the tokenizer that `save` copies into the bundle, from `export.generation`, or
+            None.
 
     >>> model = nn.Dense(3)
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
@@ -40,8 +42,15 @@ class Program:
     (['params/bias', 'params/kernel'], ['predict'])
     """
 
-    def __init__(self, entries: dict[str, Entry], weights: dict[str, Any], trees: tuple):
+    def __init__(
+        self,
+        entries: dict[str, Entry],
+        weights: dict[str, Any],
+        trees: tuple,
+        tokenizer: Any = None,
+    ):
         self.entries, self.weights, self._trees = entries, weights, trees
+        self.tokenizer = tokenizer
 
     def entry(self, name: str, f: Callable, **specs: Any) -> Program:
         """Returns the program with one more entry point, a function of the same parameters and
@@ -65,7 +74,8 @@ class Program:
             raise ValueError(f"export: the entry point {name!r} {what}")
         f, trees, random = _plain(f, *self._trees)
         entry, constants = _traced(f, *trees, random, specs)
-        return Program({**self.entries, name: entry}, {**self.weights, **constants}, self._trees)
+        entries, weights = {**self.entries, name: entry}, {**self.weights, **constants}
+        return Program(entries, weights, self._trees, self.tokenizer)
 
     def __repr__(self) -> str:
         texts = (
@@ -88,7 +98,7 @@ class Program:
         path: str | os.PathLike,
         *,
         labels: Iterable[Any] | None = None,
-        tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+        tokenizer: Any = None,
         tests: Mapping[str, Mapping[str, Any]] | None = None,
         differentiable: bool = False,
         kernels: Sequence[str] = (),
@@ -102,8 +112,10 @@ class Program:
         Args:
             path: the file to write. An existing file is replaced atomically.
             labels: the names of the classes. Default None: no labels.
-            tokenizer: a tokenizer to copy into the bundle: its folder, its file or a list of its
-                files. Default None: none.
+            tokenizer: a tokenizer to copy into the bundle, with its chat template: its folder (of
+                which only the files of a tokenizer are taken), its file, a list of its files, or
+                what `models.read_tokenizer` returned, as its files are now. Default None: that of
+                `export.generation`, or none.
             tests: the inputs for `load(check=True)`, {entry point: {input: array}}. By default they
                 are drawn for two choices of the size variables: integers from the range in which
                 the program uses them (lengths, indices) and beyond it, floating-point numbers

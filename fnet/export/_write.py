@@ -23,6 +23,7 @@ import numpy as np
 import fnet
 from fnet import _jax, jaxpr
 from fnet._util import _missing, _safetensors
+from fnet._util import _tokenizer_files as _tokenizer
 from fnet._util._files import replacing
 from fnet.export import _examples, _stable
 from fnet.export._entry import PLATFORMS
@@ -46,7 +47,7 @@ def save(
     path: str | os.PathLike,
     *,
     labels: Iterable[Any] | None = None,
-    tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    tokenizer: Any = None,
     tests: Mapping[str, Mapping[str, Any]] | None = None,
     differentiable: bool = False,
     kernels: Sequence[str] = (),
@@ -114,9 +115,9 @@ def save(
             if given is None and sum(x.size for x in inputs) > _LARGEST_TEST:
                 continue
             checks |= _test(program, name, i, inputs)
-    files |= {
-        f"tokenizer/{file.name}": file.read_bytes() for file in _tokenizer_files(tokenizer)
-    } | _readers()
+    tokenizer = program.tokenizer if tokenizer is None else tokenizer
+    held = _tokenizer_files(tokenizer)
+    files |= {f"tokenizer/{name}": content for name, content in held.items()} | _readers()
     today = datetime.date.today()
     manifest = {
         "format": _reader.FORMAT,
@@ -210,19 +211,30 @@ def _test(program, entry, number, inputs) -> dict[str, np.ndarray]:
     }
 
 
-def _tokenizer_files(tokenizer) -> list[Path]:
+def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """Returns {name: content} of the files of a tokenizer: those of its folder that belong to one,
+    a file, a list of files, or those from which a tokenizer of `fnet.models` was read."""
     if tokenizer is None:
-        return []
-    if isinstance(tokenizer, (str, os.PathLike)):
-        tokenizer = Path(tokenizer)
-        files = (
-            sorted(file for file in tokenizer.iterdir() if file.is_file())
-            if tokenizer.is_dir()
-            else [tokenizer]
-        )
+        return {}
+    path = getattr(tokenizer, "path", tokenizer)
+    if hasattr(path, "decode"):
+        return _written(tokenizer)
+    if isinstance(path, (str, os.PathLike)):
+        path = Path(path).expanduser()
+        files = _tokenizer.in_folder(path) if path.is_dir() else {path.name: path}
+        if not files:
+            raise ValueError(
+                f"Program.save: {path} has no file of a tokenizer; expected "
+                f"{', '.join((*_tokenizer.NAMES, *_tokenizer.OTHERS))}"
+            )
+    elif isinstance(path, Iterable):
+        files = {Path(file).name: Path(file) for file in path}
     else:
-        files = [Path(file) for file in tokenizer]
-    for file in files:
+        raise ValueError(
+            "Program.save: expected a tokenizer as its folder, its files or an object that "
+            f"models.read_tokenizer returned; got a {type(tokenizer).__name__}"
+        )
+    for file in files.values():
         if (
             file.suffix not in (".json", ".txt", ".model", ".bin", ".jinja")
             or file.stat().st_size > _reader._SMALL
@@ -231,7 +243,17 @@ def _tokenizer_files(tokenizer) -> list[Path]:
                 f"Program.save: {file} is no file of a tokenizer (.json, .txt, .model, .bin or "
                 f".jinja, at most {_reader._SMALL:,} bytes)"
             )
-    return files
+    return {name: file.read_bytes() for name, file in files.items()}
+
+
+def _written(tokenizer: Any) -> dict[str, bytes]:
+    """The files of a tokenizer that was made from no file."""
+    if isinstance(tokenizer, bytes) or not hasattr(tokenizer, "characters"):
+        raise ValueError(
+            f"Program.save: this {type(tokenizer).__name__} was made from no file; save it in a "
+            "folder, and pass the folder"
+        )
+    return {"characters.json": json.dumps(tokenizer.characters).encode()}
 
 
 def _readers() -> dict[str, bytes]:

@@ -14,6 +14,7 @@ from fnet.export.standalone import _signature
 from fnet.export.standalone._loaded import Bundle
 from fnet.serve._protocol import Invalid
 
+ENTRIES = "prefill", "decode", "extend"  # of `export.generation`
 # The maximum number of tokens of a prompt that are computed at once, and of generated tokens.
 _LARGEST = 1 << 12
 
@@ -138,7 +139,7 @@ class Generator:
             _signature.shape(leaf, {n: 1 for n in leaf["shape"] if isinstance(n, str)}),
             leaf["dtype"],
         )
-        cache, rest = _mapped(zeros, self._cache), list(request.tokens)
+        cache, rest = mapped(zeros, self._cache), list(request.tokens)
         draw = np.random.default_rng(request.seed)
         while rest:
             n = min(1 << (len(rest).bit_length() - 1), _LARGEST)
@@ -191,15 +192,16 @@ def _pick(logits, request, draw) -> int:
     return int((scaled + draw.gumbel(size=logits.shape)).argmax())
 
 
-def _mapped(function, tree) -> Any:
+def mapped(function, tree) -> Any:
+    """Maps a function over the described arrays of a tree."""
     if tree is None:
         return None
     if "dtype" in tree and "shape" in tree:
         return function(tree)
     ((kind, children),) = tree.items()
     if kind == "dict":
-        return {key: _mapped(function, child) for key, child in children.items()}
-    return [_mapped(function, child) for child in children]
+        return {key: mapped(function, child) for key, child in children.items()}
+    return [mapped(function, child) for child in children]
 
 
 def _number(body, name, default, low, high, kinds):

@@ -106,9 +106,12 @@ def test_a_language_model_has_the_entries_with_which_a_server_generates(tmp_path
     )
     assert cli.main(["export", str(tmp_path)]) == 0
     bundle = export.load(tmp_path / "model.fnet", check=True)
-    assert bundle.entries == ("predict", "prefill", "decode") and "characters.json" in bundle.files(
-        "tokenizer"
-    )
+    assert bundle.entries == (
+        "predict",
+        "prefill",
+        "decode",
+        "extend",
+    ) and "characters.json" in bundle.files("tokenizer")
     tokens = np.array([[1, 2, 3, 4]], np.int32)
     first = bundle.call(
         "prefill", tokens[:, :3], model.cache(jax.ShapeDtypeStruct((1, 8), jnp.int32))

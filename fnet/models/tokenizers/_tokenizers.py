@@ -306,8 +306,8 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     Returns:
         A tokenizer. `encode(text)` returns an int32 array [tokens], and `decode(tokens)` a text.
         `encode(text, special_tokens=False)` adds no tokens before and after the text. `vocab_size`
-        is the number of tokens, and `stop` contains those that end a text. From a folder, `stop`
-        includes eos_token_id, and `chat_template` is a `ChatTemplate` or None.
+        is the number of tokens, `stop` contains those that end a text, and `path` is the argument.
+        From a folder, `stop` includes eos_token_id, and `chat_template` is a `ChatTemplate` or None.
 
     Raises:
         FileNotFoundError: there is no such file, or the folder contains none of a tokenizer.
@@ -339,10 +339,12 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
                 tokenizer = reader(path / name)
                 ends = _ends(path / "generation_config.json", tokenizer)
                 tokenizer.stop = tuple(dict.fromkeys((*tokenizer.stop, *ends)))
-                tokenizer.chat_template = find(path)
+                tokenizer.chat_template, tokenizer.path = find(path), path
                 return tokenizer
     elif path.name in readers and path.exists():
-        return readers[path.name](path)
+        tokenizer = readers[path.name](path)
+        tokenizer.path = path
+        return tokenizer
     raise FileNotFoundError(
         f"{path}: no tokenizer found; expected one of {', '.join(readers)}, or a folder with one"
     )

@@ -15,29 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from fnet._util import _tokenizer_files
 from fnet._util._files import replacing, write_json
 from fnet.models.weights import _config, _tensors
 
 CONFIG = "config.json"
 # The files that generation, tokenizers and preprocessing need in addition to config.json and the
 # weights.
-BESIDE = (
-    "generation_config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "preprocessor_config.json",
-)
+BESIDE = (*_tokenizer_files.NAMES, "preprocessor_config.json")
 _FREE = ("dropout", "stacked", "pooler")  # fields of models that config.json does not describe
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
