@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_DESCRIPTION = """Serves bundles by the Open Inference Protocol, version 2 (REST). Needs starlette and uvicorn.
+_DESCRIPTION = """Serves bundles by the Open Inference Protocol, version 2 (REST), and language models and text
+encoders, from folders of Hugging Face or bundles with a tokenizer, by the API of OpenAI. Needs starlette and uvicorn.
 
   fnet serve digits.fnet                          http://127.0.0.1:8000, with a page for trying the model
+  fnet serve SmolLM2-135M-Instruct                base_url="http://127.0.0.1:8000/v1", model="SmolLM2-135M-Instruct"
+  fnet serve base --adapters french=lora          adapters are models of their own: model="french"
   fnet serve digits=new.fnet digits:1=old.fnet    two versions of a model
   fnet serve bert.fnet --pad t=32,64,128          inputs padded to few sizes, all compiled at the start
 
 The token for clients, if any, is in the file of --token-file or in the environment variable FNET_SERVE_TOKEN.
+It is the api_key of OpenAI's clients.
 """
 
 
@@ -30,7 +34,8 @@ def define(commands: Any) -> None:
         "files",
         nargs="+",
         metavar="FILE",
-        help="bundle to serve, as FILE, NAME=FILE or NAME:VERSION=FILE",
+        help="bundle to serve, as FILE, NAME=FILE or NAME:VERSION=FILE; or folder of weights, as "
+        "FOLDER or NAME=FOLDER",
     )
     serve.add_argument(
         "--host", default="127.0.0.1", help="address of the server (default: %(default)s)"
@@ -81,6 +86,25 @@ def define(commands: Any) -> None:
         help="combine requests although the rows of a model are not proved to be independent; if "
         "they are not, clients see what others sent",
     )
+    serve.add_argument(
+        "--slots",
+        type=int,
+        default=8,
+        help="texts of a language model that are generated together (default: 8)",
+    )
+    serve.add_argument(
+        "--context",
+        type=int,
+        help="maximum number of tokens of a prompt and its answer (default: that of the model, at "
+        "most 1024)",
+    )
+    serve.add_argument(
+        "--adapters",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="LoRA adapter of the folder that is served, offered as a model of its own",
+    )
     serve.add_argument("--token-file", help="file with the token that clients must send")
 
 
@@ -102,6 +126,9 @@ def run(args: argparse.Namespace) -> int:
         token=token or None,
         pad=dict(map(_sizes, args.pad)),
         assume_independent_rows=args.assume_independent_rows,
+        slots=args.slots,
+        context=args.context,
+        adapters=dict(map(_adapter, args.adapters)),
     )
     if not options.loopback and options.token is None:
         print(
@@ -113,6 +140,13 @@ def run(args: argparse.Namespace) -> int:
         args.files, options, started=lambda address: print(f"serving on {address}", flush=True)
     )
     return 0
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ValueError(f"--adapters={text}: expected NAME=FOLDER")
+    return name, folder
 
 
 def _sizes(text: str) -> tuple[str, tuple[int, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -16,12 +15,13 @@ from fnet._util import _missing
 from fnet.export.standalone._reader import BundleError
 from fnet.serve import _protocol
 from fnet.serve._batching import Full
-from fnet.serve._metrics import Metrics
+from fnet.serve._metrics import Metrics, of_engine, times
+from fnet.serve._openai import _errors
+from fnet.serve._openai._routes import OpenAI
 from fnet.serve._options import Options
 from fnet.serve._protocol import Invalid
 from fnet.serve._repository import Repository, Unknown
-
-_OPEN = "/", "/v2/health/live", "/v2/health/ready"  # paths that need no token
+from fnet.serve._requests import Refused, admit, plain, read_body
 
 
 def application(files: Iterable[str], options: Options | None = None) -> Any:
@@ -62,8 +62,8 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
             _missing.message("fnet.serve needs", "starlette", "uvicorn", error=error)
         ) from None
     server = _Server(files, options or Options())
-    add = lambda path, function, method="GET": Route(
-        path, server.endpoint(path, function), methods=[method]
+    add = lambda path, function, method="GET", **options: Route(
+        path, server.endpoint(path, function, **options), methods=[method]
     )
     model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
     routes = [
@@ -84,19 +84,19 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
     ]
 
     async def failed(request, error):
-        return JSONResponse({"error": error.detail}, error.status_code, server.headers)
+        form = _errors.content if request.url.path.startswith("/v1/") else plain
+        content = form(error.status_code, error.detail, error)
+        return JSONResponse(content, error.status_code, server.headers)
+
+    openai = OpenAI(server)
+    for path, function, method in openai.routes():
+        routes.append(add(path, function, method, wrong=_errors.content, busy=429))
 
     app = Starlette(
         routes=routes, lifespan=server.lifespan, exception_handlers={HTTPException: failed}
     )
     app.state.server = server
     return app
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, message: str, **headers: str):
-        super().__init__(message)
-        self.status, self.headers = status, headers
 
 
 class _Server:
@@ -125,36 +125,26 @@ class _Server:
     def headers(self) -> dict[str, str]:
         return {"Connection": "close"} if self.draining else {}
 
-    def endpoint(self, path: str, function: Callable) -> Callable:
+    def endpoint(
+        self, path: str, function: Callable, wrong: Callable = plain, busy: int = 503
+    ) -> Callable:
         """Returns a function that responds to the requests for a URL path. The returned function
         performs the checks that are common to all URL paths of the server, calls `function`, and
-        converts errors to responses."""
+        converts errors to responses, with `wrong(status, message, error)` as their JSON and with
+        the status `busy` if too many requests wait."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response
 
         async def respond(request):
             start, headers = time.perf_counter(), {}
             try:
-                self._admit(request, path)
+                admit(request, path, self.options)
                 response = await function(request)
-            except _Refused as error:
-                headers, response = error.headers, JSONResponse({"error": str(error)}, error.status)
-            except Unknown as error:
-                response = JSONResponse({"error": str(error)}, 404)
-            except (Invalid, BundleError) as error:
-                response = JSONResponse({"error": str(error)}, 400)
-            except Full as error:
-                headers, response = {"Retry-After": "1"}, JSONResponse({"error": str(error)}, 503)
-            except TimeoutError:
-                response = JSONResponse(
-                    {"error": f"no result within {self.options.timeout:g} seconds"}, 504
-                )
             except ClientDisconnect:
                 response = Response(status_code=499)  # the client is gone; counted in the metrics
             except Exception as error:
-                response = JSONResponse(
-                    {"error": f"the computation failed: {type(error).__name__}"}, 500
-                )
+                status, message, headers = self._problem(error, busy)
+                response = JSONResponse(wrong(status, message, error), status)
             response.headers.update({**self.headers, **headers})
             model = request.path_params.get("model", "")
             labels = (
@@ -171,46 +161,26 @@ class _Server:
 
         return respond
 
-    def _admit(self, request, path):
-        if self.options.loopback:  # refuses web pages whose names resolve to this address
-            host = request.headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
-            if host not in ("127.0.0.1", "::1", "localhost"):
-                raise _Refused(400, "this server answers to 127.0.0.1 and localhost alone")
-        if self.options.token is not None and path not in _OPEN:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self.options.token}".encode()):
-                raise _Refused(
-                    401,
-                    "expected the header Authorization: Bearer TOKEN",
-                    **{"WWW-Authenticate": "Bearer"},
-                )
+    def _problem(self, error: Exception, busy: int) -> tuple[int, str, dict[str, str]]:
+        """Returns the status, the message and the headers of the answer to a request that failed."""
+        match error:
+            case Refused():
+                return error.status, str(error), error.headers
+            case Unknown():
+                return 404, str(error), {}
+            case Invalid() | BundleError():
+                return 400, str(error), {}
+            case Full():
+                return busy, str(error), {"Retry-After": "1"}
+            case TimeoutError():
+                return 504, f"no result within {self.options.timeout:g} seconds", {}
+        return 500, f"the computation failed: {type(error).__name__}", {}
 
-    async def _body(self, request) -> bytes:
-        limit, seconds = self.options.max_body, self.options.read_timeout
-        large = _Refused(413, f"the body has more than {limit} bytes", Connection="close")
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise _Refused(415, "compressed bodies are not supported", Connection="close")
-        if int(request.headers.get("content-length", 0)) > limit:
-            raise large
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(seconds):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > limit:
-                        raise large
-                    parts.append(part)
-        except TimeoutError:
-            raise _Refused(
-                408, f"the body did not arrive within {seconds:g} seconds", Connection="close"
-            ) from None
-        return b"".join(parts)
-
-    def _check_ready(self):
+    def check_ready(self):
         if self.repository.error is not None:
-            raise _Refused(503, f"the models cannot be served: {self.repository.error}")
+            raise Refused(503, f"the models cannot be served: {self.repository.error}")
         if not self.repository.ready:
-            raise _Refused(503, "the models are being compiled", **{"Retry-After": "1"})
+            raise Refused(503, "the models are being compiled", **{"Retry-After": "1"})
 
     def _found(self, request, table="models"):
         return self.repository.find(
@@ -232,7 +202,8 @@ class _Server:
     async def metrics_text(self, request):
         from starlette.responses import PlainTextResponse
 
-        gauges = []
+        engines = {each.name: each.engine.stats() for each in self.repository.languages.values()}
+        gauges = [sample for name, stats in engines.items() for sample in of_engine(name, stats)]
         for model, batcher in self.repository.all():
             labels = {"model": model.name, "version": model.version}
             gauges += [
@@ -240,7 +211,8 @@ class _Server:
                 ("fnet_programs", labels, model.programs),
             ]
         return PlainTextResponse(
-            self.metrics.text(gauges), headers={"Content-Type": "text/plain; version=0.0.4"}
+            self.metrics.text(gauges, [each for pair in engines.items() for each in times(*pair)]),
+            headers={"Content-Type": "text/plain; version=0.0.4"},
         )
 
     async def metadata(self, request):
@@ -286,15 +258,15 @@ class _Server:
     async def model_ready(self, request):
         name = request.path_params["model"]
         self._found(request, "models" if name in self.repository.models else "generators")
-        self._check_ready()
+        self.check_ready()
         return _json({"name": name, "ready": True})
 
     async def infer(self, request):
         from starlette.responses import Response
 
         model, batcher = self._found(request)
-        self._check_ready()
-        body = await self._body(request)
+        self.check_ready()
+        body = await read_body(request, self.options)
         read = lambda: _read(model, body, request.headers.get(_protocol.LENGTH))
         asked, arrays = read() if len(body) < 1 << 16 else await asyncio.to_thread(read)
         async with asyncio.timeout(self.options.timeout):
@@ -339,8 +311,10 @@ class _Server:
         iterator over the generated tokens, and a function that ends the generation. The first token
         is computed before `_started` returns."""
         generator = self._found(request, "generators")
-        self._check_ready()
-        asked = generator.read(_protocol.read_json(await self._body(request)), streamed=streamed)
+        self.check_ready()
+        asked = generator.read(
+            _protocol.read_json(await read_body(request, self.options)), streamed=streamed
+        )
         if self.streams >= self.options.max_streams:
             raise Full(f"{self.streams} texts are being generated; try again later")
         self.streams += 1

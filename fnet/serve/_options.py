@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
 
@@ -20,28 +21,34 @@ class Options:
             requests that break them one by one. Default 32.
         max_delay: the longest time in seconds that a request waits for others to join its batch.
             Default 0.002.
-        max_queue: the maximum number of requests that wait for a model; more get status 503.
-            Default 256.
+        max_queue: the maximum number of requests that wait for a model; more get status 503, and
+            429 in OpenAI's API. Default 256.
         max_streams: the maximum number of texts that are generated at the same time; more get
             status 503. Default 8.
         max_body: the maximum size of the body of a request in bytes. Default 64 MiB.
         max_connections: the maximum number of open connections; requests on more get status 503.
             Default 512.
         timeout: the time in seconds for a request, including its wait in the queue, after which it
-            gets status 504. Default 30.
+            gets status 504; for generated text, the time to its first token. Default 30.
         read_timeout: the time in seconds within which the head of a request must arrive, and again
             as long for its body. Default 10.
         drain: the time in seconds during which the server still accepts connections after SIGTERM,
             while its responses ask the clients to close theirs. Default 1.
         token: a secret of at least 8 ASCII characters, or None (the default). With one, requests
-            need the header "Authorization: Bearer TOKEN", except those for the health of the server
-            and for its page.
+            need the header "Authorization: Bearer TOKEN" (in OpenAI's clients: api_key), except those
+            for the health of the server and for its page.
         pad: sizes to which inputs are padded with zeros, {name of a size variable: sizes}. With
             `pad={"t": (64, 128)}`, an axis "t" of size 100 is padded to 128, the smallest
             sufficient size. This must not change the outputs: the server tests it when it starts,
             at sizes that need padding, and ends with an error if an output changes or the test
             shows nothing. Requests for whose lengths or mask it cannot prove that the padding
             reaches no output are computed unpadded and one by one. Default: no padding.
+        slots: how many texts of a language model with a tokenizer are generated together, see
+            `serve.Engine`. Default 8.
+        context: the maximum number of tokens of a prompt and its answer together. Default None:
+            that of the model, at most 1024. Bundles have their own.
+        adapters: LoRA adapters for the one language model that is served from a folder, {name:
+            folder}. Each is a model of its own in requests. Default: none.
         assume_independent_rows: whether to combine the requests of a model although its rows are
             not proved to be independent. What the proof says is then not asked; the test of rows
             at the start remains. If the assumption is wrong, clients see what others sent. Default
@@ -65,9 +72,13 @@ class Options:
     token: str | None = None
     pad: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     assume_independent_rows: bool = False
+    slots: int = 8
+    context: int | None = None
+    adapters: Mapping[str, str | os.PathLike] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("max_batch", "max_queue", "max_streams", "max_body", "max_connections"):
+        counts = "max_batch", "max_queue", "max_streams", "max_body", "max_connections", "slots"
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"serve: {name}={getattr(self, name)}: expected at least 1")
         for name in ("timeout", "read_timeout"):
@@ -79,6 +90,10 @@ class Options:
             raise ValueError(
                 "serve: expected max_delay >= 0, drain >= 0 and a port from 0 to 65535, got "
                 f"{self.max_delay}, {self.drain} and {self.port}"
+            )
+        if self.context is not None and self.context < 2:
+            raise ValueError(
+                f"serve: context={self.context}: expected at least 2, for a prompt and an answer"
             )
         if self.token is not None and (not self.token.isascii() or len(self.token) < 8):
             raise ValueError("serve: expected a token of at least 8 ASCII characters")

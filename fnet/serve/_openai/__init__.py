@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API for the language models and text encoders of the server."""
