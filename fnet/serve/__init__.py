@@ -3,13 +3,14 @@ exported models (bundles), which needs the packages starlette and uvicorn.
 
     engine = serve.Engine(model, params, slots=8)             # continuous batching, as a library
 
-    fnet serve digits.fnet
+    fnet serve digits.fnet                                    # a bundle
+    fnet serve SmolLM2-135M-Instruct                          # a language model from a folder
 
     serve.run(["digits.fnet"], serve.Options(port=8000))      # the same from Python
     app = serve.application(["digits.fnet"])                  # an ASGI application
 
-It combines requests into batches, speaks the Open Inference Protocol, streams generated texts, and
-reports metrics. `docs/how_to/serve.md` describes it.
+It combines requests into batches, speaks the Open Inference Protocol and, for language models and
+encoders of texts, OpenAI's API, streams generated texts, and reports metrics. `docs/how_to/serve.md` describes it.
 """
 
 from fnet.serve._application import application

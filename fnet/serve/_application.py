@@ -25,14 +25,15 @@ from fnet.serve._requests import Refused, admit, plain, read_body
 
 
 def application(files: Iterable[str], options: Options | None = None) -> Any:
-    """Returns the server for bundles as an ASGI application, to run it in your own ASGI server.
+    """Returns the server as an ASGI application, to run it in your own ASGI server.
 
         app = serve.application(["digits.fnet"])            # uvicorn module:app
 
     Models are compiled when the application starts.
 
     Args:
-        files: the bundles, as FILE, NAME=FILE or NAME:VERSION=FILE.
+        files: the bundles, as FILE, NAME=FILE or NAME:VERSION=FILE, and folders of language models
+            or encoders of texts, as FOLDER or NAME=FOLDER.
         options: Default None: `serve.Options()`. `port`, `max_connections` and `drain` have no
             effect here. If `host` is a loopback address, such as the default 127.0.0.1, only
             requests whose header Host is a loopback address or localhost are accepted.

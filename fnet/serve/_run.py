@@ -17,7 +17,7 @@ def run(
     *,
     started: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serves bundles until SIGTERM or SIGINT, and answers every accepted request before it returns.
+    """Serves models until SIGTERM or SIGINT, and answers every accepted request before it returns.
 
         serve.run(["digits.fnet"], serve.Options(port=8000))
 
@@ -26,7 +26,8 @@ def run(
     it immediately.
 
     Args:
-        files: the bundles, as FILE, NAME=FILE or NAME:VERSION=FILE.
+        files: the bundles, as FILE, NAME=FILE or NAME:VERSION=FILE, and folders of language models
+            or encoders of texts, as FOLDER or NAME=FOLDER.
         options: Default None: `serve.Options()`.
         started: called with the address of the server when all programs are compiled. Default: does
             nothing.
