@@ -121,7 +121,8 @@ class Script:
 def running(app):
     """The port of an application in a thread, when its programs are compiled."""
     uvicorn = pytest.importorskip("uvicorn")
-    config = uvicorn.Config(app, port=0, log_level="error", lifespan="on")
+    # Tests keep connections open, on machines that may be slow.
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_keep_alive=600)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
