@@ -9,6 +9,7 @@ from fnet import _jax
 from fnet.axes._table import axis_map
 from fnet.jaxpr._calls import bodies, scan
 from fnet.jaxpr._primitives import description
+from fnet.jaxpr._records import options
 
 Note = int | None  # the position of the axis, if an array has it
 Rule = Callable[[Any, Sequence[Note]], list[Note] | None]
@@ -52,6 +53,17 @@ def batch_axes(
         note if note is not None and note < len(v.aval.shape) else None
         for note, v in zip(found, eqn.outvars)
     ]
+
+
+def mapped_axes(eqn: Any, names: Iterable[str]) -> list[Note]:
+    """Returns for each output of a shard_map the axis that it splits over exactly the mesh axes
+    `names`, or None."""
+
+    def axis(spec: Any) -> Note:
+        over = [{*part} if isinstance(part, tuple) else {part} for part in spec]
+        return over.index({*names}) if {*names} in over else None
+
+    return list(map(axis, options(eqn).out_specs))
 
 
 def _kept(eqn: Any, note: Note) -> bool:

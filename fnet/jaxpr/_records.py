@@ -165,6 +165,18 @@ class Attention(NamedTuple):
     form: Any
 
 
+class ShardMap(NamedTuple):
+    in_specs: Sequence[Any]
+    out_specs: Sequence[Any]
+    newly_manual_axes: frozenset[str]
+
+
+class Summed(NamedTuple):
+    """Of a sum over devices."""
+
+    axes: Sequence[str]
+
+
 class Power(NamedTuple):
     y: int
 
@@ -209,6 +221,8 @@ _RECORDS: dict[str, type] = {
     "integer_pow": Power,
     **dict.fromkeys(("attention", "attention_backward"), Attention),
     "convert_element_type": Convert,
+    "shard_map": ShardMap,
+    "psum": Summed,
     "while": While,
 }
 

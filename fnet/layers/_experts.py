@@ -7,15 +7,16 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.nn import initializers
 
-from fnet.jaxpr import automatic
+from fnet.jaxpr import automatic, tag, tagging
 from fnet.layers._core import Layer
+from fnet.layers._experts_apart import Apart, Mixture, apart, mixed
+from fnet.layers._experts_order import Order, in_order
 from fnet.layers._explicit import like
 from fnet.layers._linear import Dense, floating, lecun_normal, wide
 from fnet.layers._scope import Scope
@@ -50,9 +51,7 @@ class MixtureOfExperts(Layer):
         capacity: the maximum load of an expert, as a multiple of the mean load. It processes at
             most ceil(capacity * tokens * top_k / experts) tokens of the batch: those with it as
             their first choice before those with it as their second, and so on, in batch order among
-            equals. Its output for the rest is 0. All experts then do equal work, so they can be
-            placed on different devices, for example by `parallel.rules(spec, {"expert":
-            "tensor"})`. Default None: no maximum (dropless).
+            equals. Its output for the rest is 0. Default None: no maximum (dropless).
         activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 
@@ -63,6 +62,11 @@ class MixtureOfExperts(Layer):
     Output: [..., f], in x's dtype.
 
     Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
+
+    Under a plan with the mesh axis "expert" (`parallel.plan`), experts lie on different devices.
+
+    Sites for `ft.capture`: `load`, int32 [E], the number of tokens for which each expert was
+    chosen, and `dropped`, the fraction of them for which a capacity had no place.
 
     `load_balancing_loss` and `router_z_loss` need the logits of the router. Capture the output of
     its scope:
@@ -114,7 +118,47 @@ class MixtureOfExperts(Layer):
         )(scope["router"], x)
 
         arrays = x, logits, gate, up, down, *(() if valid is None else (valid,))
-        return automatic(self._mix, like(x, *range(x.ndim)))(*arrays)
+        mix = automatic(self._mix, (like(x, *range(x.ndim)), like(x, None), like(x, None)))
+        manual = jax.sharding.get_abstract_mesh().manual_axes  # the user's shard_map
+        if apart.value is not None and like(x) is None and not manual:
+            mix = functools.partial(self._mix_apart, apart.value, scope)
+        y, load, kept = mix(*arrays)
+        if tagging.value:
+            tag(load, "load")
+            tag(1 - kept.sum() / jnp.maximum(load.sum(), 1), "dropped")
+        return y
+
+    def _mix_apart(
+        self,
+        where: Apart,
+        scope: Scope,
+        x: jax.Array,
+        logits: jax.Array,
+        *arrays: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        if self.experts % where.devices:
+            near = next(n for n in range(where.devices, 0, -1) if self.experts % n == 0)
+            whole = where.devices * math.ceil(self.experts / where.devices)
+            raise ValueError(
+                f"MixtureOfExperts at {scope}: the mesh axis {where.axis!r} has {where.devices} "
+                f"devices, and {self.experts} experts are not a multiple; use {whole} experts"
+                + (f", or {where.axis}={near}" if near > 1 else "")
+            )
+        capacity = self._capacity(math.prod(x.shape[:-1]) * self.top_k)
+        mixture = Mixture(self.experts, self.top_k, capacity, self._choose, self._network)
+        gate, up, down, *valid = arrays
+        return mixed(mixture, where, x, logits, (gate, up, down), *(valid or (None,)))
+
+    def _capacity(self, pairs: int) -> int | None:
+        """The most of all pairs (token, expert) that an expert processes."""
+        return None if self.capacity is None else math.ceil(self.capacity * pairs / self.experts)
+
+    def _choose(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the weights and the numbers of the experts of each token, [tokens, top_k]."""
+        weights, chosen = lax.top_k(jax.nn.softmax(wide(logits)), self.top_k)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdims=True)
+        return weights, chosen
 
     def _mix(
         self,
@@ -124,38 +168,43 @@ class MixtureOfExperts(Layer):
         up: jax.Array,
         down: jax.Array,
         valid: jax.Array | None = None,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the outputs, and the numbers of tokens for which each expert was chosen, and that
+        it processed."""
         width, shape = x.shape[-1], x.shape
         # [tokens, f], [tokens, E]
         x, logits = (x.reshape(-1, width), logits.reshape(-1, self.experts))
-        weights, chosen = lax.top_k(jax.nn.softmax(wide(logits)), self.top_k)  # [tokens, top_k]
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdims=True)
+        weights, chosen = self._choose(logits)
         # The order in which a capacity is filled: the first choices of all tokens, then the second
         # choices, ...
         chosen, weights = chosen.T.reshape(-1), weights.T.reshape(-1)  # [pairs]
         if valid is not None:
             chosen = jnp.where(jnp.tile(valid.reshape(-1), self.top_k), chosen, self.experts)
-        order = jnp.argsort(chosen)  # pairs sorted by expert
-        sizes = jnp.bincount(chosen, length=self.experts)  # pairs of each expert
-        starts = jnp.cumsum(sizes) - sizes
-        if self.capacity is None:
-            expert, rows = _tiles(starts, sizes, order.shape[0])  # [tiles], [tiles, rows]
-            product: Callable = functools.partial(tile_dot, expert=expert)
-        else:
-            slots = jnp.arange(math.ceil(self.capacity * order.shape[0] / self.experts))[None]
-            # [E, slots]
-            rows = jnp.where(slots < sizes[:, None], starts[:, None] + slots, order.shape[0])
-            product = _batched_dot
-        pairs = order.at[rows].get(mode="fill", fill_value=-1)  # -1 in empty rows
+        order = in_order(chosen, self.experts)
+        capacity = self._capacity(chosen.shape[0])
+        pairs, product = _tiled(order) if capacity is None else _batched(order, capacity)
+        kept = order.sizes if capacity is None else jnp.minimum(order.sizes, capacity)
         tokens = jnp.where(pairs < 0, x.shape[0], pairs % x.shape[0])
-        pairs = jnp.where(pairs < 0, order.shape[0], pairs)
+        pairs = jnp.where(pairs < 0, chosen.shape[0], pairs)
         y = x.at[tokens].get(mode="fill", fill_value=0)  # [tiles or E, rows, f]
-        y = self.activation(product(y, gate.astype(x.dtype))) * product(y, up.astype(x.dtype))
-        y = product(y, down.astype(x.dtype))
-        y = wide(y) * weights.at[pairs].get(mode="fill", fill_value=0)[..., None]
+        y = wide(self._networks(product, y, gate, up, down))
+        y = y * weights.at[pairs].get(mode="fill", fill_value=0)[..., None]
         total = jnp.zeros(x.shape, y.dtype).at[tokens].add(y, mode="drop")
-        return total.astype(x.dtype).reshape(shape)
+        return total.astype(x.dtype).reshape(shape), order.sizes, kept
+
+    def _networks(self, product: Callable, x: jax.Array, *kernels: jax.Array) -> jax.Array:
+        gate, up, down = (kernel.astype(x.dtype) for kernel in kernels)
+        return product(self.activation(product(x, gate)) * product(x, up), down)
+
+    def _network(self, x: jax.Array, order: Order, kernels: tuple[jax.Array, ...]) -> jax.Array:
+        """Computes the outputs of experts for rows [rows, f], whose experts are the keys of an
+        order. Those of rows without an expert are 0."""
+        if len(order.sizes) == 1:
+            return self._networks(_batched_dot, x[None], *kernels)[0]
+        rows, product = _tiled(order)
+        rows = jnp.where(rows < 0, x.shape[0], rows)
+        y = self._networks(product, x.at[rows].get(mode="fill", fill_value=0), *kernels)
+        return jnp.zeros(x.shape, y.dtype).at[rows].set(y, mode="drop")
 
 
 def load_balancing_loss(
@@ -229,18 +278,15 @@ def _masked_mean(valid: jax.Array | None, shape: tuple[int, ...]) -> Callable:
     return mean
 
 
-def _tiles(starts: jax.Array, sizes: jax.Array, pairs: Any) -> tuple:
+def _tiled(order: Order) -> tuple[jax.Array, Callable]:
     """Divides the pairs (token, expert), sorted by expert, into tiles of equally many rows, each of
     one expert. There are enough tiles for any distribution of the tokens.
 
-    Args:
-        starts, sizes: [E], each expert's first pair, and the number of its pairs.
-        pairs: the number of all pairs, which is symbolic for a symbolic batch.
-
     Returns:
-        The expert of each tile [tiles], and the pair in each row [tiles, rows], which is `pairs`,
-        out of bounds, for a row without one.
+        The pair in each row [tiles, rows], or -1 for a row without one, and the product of the
+        tiles with the kernels of their experts.
     """
+    starts, sizes, pairs = order.starts, order.sizes, order.pairs.shape[0]
     experts = sizes.shape[0]
     if isinstance(pairs, int):
         rows = min(256, 2 ** math.ceil(math.log2(max(pairs / (2 * experts), 1))))
@@ -252,7 +298,19 @@ def _tiles(starts: jax.Array, sizes: jax.Array, pairs: Any) -> tuple:
     expert = jnp.minimum((tile[:, None] >= ends[None]).sum(-1), experts - 1)  # [tiles]
     within = (tile - (ends - -(-sizes // rows))[expert])[:, None] * rows + jnp.arange(rows)[None]
     used = (within < sizes[expert][:, None]) & (tile < ends[-1])[:, None]
-    return expert, jnp.where(used, starts[expert][:, None] + within, pairs)
+    places = jnp.where(used, starts[expert][:, None] + within, pairs)
+    return _at(order, places), functools.partial(tile_dot, expert=expert)
+
+
+def _batched(order: Order, capacity: int) -> tuple[jax.Array, Callable]:
+    """As `_tiled`, with a single tile of `capacity` rows for each expert."""
+    slots, pairs = jnp.arange(capacity)[None], order.pairs.shape[0]
+    used = slots < order.sizes[:, None]  # [E, slots]
+    return _at(order, jnp.where(used, order.starts[:, None] + slots, pairs)), _batched_dot
+
+
+def _at(order: Order, places: jax.Array) -> jax.Array:
+    return order.pairs.at[places].get(mode="fill", fill_value=-1)
 
 
 def _batched_dot(x: jax.Array, kernel: jax.Array) -> jax.Array:

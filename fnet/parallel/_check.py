@@ -28,9 +28,9 @@ def sizes(batch) -> set[int]:
     return {x.shape[0] for x in jax.tree.leaves(batch) if x.ndim}
 
 
-def rows(batch, chips: int) -> int:
+def rows(batch, chips: int, over: str = "") -> int:
     """Returns the number of rows of a batch, after checking that it is a multiple of the number of
-    devices."""
+    devices. `over` states the mesh axes along which they lie."""
     found = 0
     for path, x in jax.tree.leaves_with_path(batch):
         if x.ndim and x.shape[0] % chips:
@@ -39,7 +39,7 @@ def rows(batch, chips: int) -> int:
             hint = " (if it is a random key, use jax.random.key, which is a scalar)" if key else ""
             raise ValueError(
                 f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} "
-                f"rows, not a multiple of {chips} devices; use "
+                f"rows, not a multiple of {chips} devices{over}; use "
                 f"{' or '.join(str(n) for n in (below, below + chips) if n)} rows{hint}"
             )
         found = max(found, x.shape[0] if x.ndim else 0)

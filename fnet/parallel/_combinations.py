@@ -23,15 +23,16 @@ def combinations(
     asked: _mesh.Asked,
     depth: Callable[[], int],
     over_time: Callable[[int], list[dict[str, int]]],
+    apart: Sequence[dict[str, int]] = (),
 ) -> list[list[Combination]]:
     """Returns the combinations to try, in the order of the strategies `rungs`. `depth` returns the
     number of the step's layers, and `over_time` the meshes on which time is split, for a number of
-    microbatches."""
+    microbatches. `apart` are the meshes on which experts lie apart."""
     return [
         [
             Combination(strategy, tuple(axes.items()))
             for each in rung
-            for strategy, axes in meshes(each, target, asked, depth, over_time)
+            for strategy, axes in meshes(each, target, asked, depth, over_time, apart)
         ]
         for rung in rungs
     ]
@@ -43,6 +44,7 @@ def meshes(
     asked: _mesh.Asked,
     depth: Callable[[], int],
     over_time: Callable[[int], list[dict[str, int]]],
+    apart: Sequence[dict[str, int]] = (),
 ) -> list[tuple[Strategy, dict[str, int]]]:
     """Returns the meshes on which a strategy is tried, each as {axis: length}: the one that the
     user states, or all devices along "data". A strategy with an axis of its own returns the lengths
@@ -52,6 +54,8 @@ def meshes(
         return _pipelines(strategy, sizes, asked is not None, depth)
     if strategy.state == "context" and asked is None:
         return [(strategy, each) for each in over_time(strategy.microbatches)]
+    if strategy.state == "expert" and asked is None:
+        return [(strategy, each) for each in apart]
     return [(strategy, sizes)]
 
 

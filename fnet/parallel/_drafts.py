@@ -22,6 +22,7 @@ from fnet.parallel import _cost, _mesh, _trace
 from fnet.parallel._context._context import Context
 from fnet.parallel._context._mapped import AXIS
 from fnet.parallel._estimate import Estimate, Followed, Split
+from fnet.parallel._experts._experts import Experts, active, placed
 from fnet.parallel._ledger import Ledger
 from fnet.parallel._pipeline import Pipelined, stages, waiting, with_stages
 from fnet.parallel._plan import Candidate, Plan, rows_over
@@ -53,14 +54,21 @@ class Drafts:
         if axes.get(AXIS, 1) > 1 and not traced.typed:
             closed = traced.program(Strategy("data"))
             self.context = Context.of(closed, state, batch, chips, axes, rows_over(places))
+        self.placed, self.experts = traced, None
+        if active(places) and not traced.typed:
+            spread = placed(traced.step, misdivided.with_automatic_axes(places))
+            self.placed = _trace.Traced(spread, state, batch, places)
+            self.experts = Experts.of(self.placed.program(Strategy("data")), state, places)
         parameters = [
             (path_of(path[1:]), leaf.shape)
             for path, leaf in jax.tree.leaves_with_path(state)
             if is_parameter(path, state)
         ]
         self.ruled = applied(rules, parameters, axes)
+        if self.experts is not None:
+            self.ruled = self.experts.rules | self.ruled
         working = {name for spec in self.ruled.values() for name in spec}
-        working |= {"slice", "data", "stage", AXIS}
+        working |= {"slice", "data", "stage", AXIS, *rows_over(places)}
         # Devices that do the same work.
         self.alike = math.prod(n for name, n in axes.items() if name not in working)
         chip = chips.chip
@@ -88,6 +96,7 @@ class Drafts:
             self.traced.unused,
             self.init,
             context=self.context,
+            experts=self.experts,
             pipeline=self.pipeline(option),
         )
 
@@ -108,14 +117,15 @@ class Drafts:
     def layout(self, kind):
         if kind == "explicit":
             return stated(self.state)
-        return layout(self.state, kind, self.axes, self.traced.scanned, self.ruled)
+        shared = ("expert",) if self.experts is not None else ()
+        return layout(self.state, kind, self.axes, self.traced.scanned, self.ruled, shared)
 
     def candidate(self, option: Strategy) -> Candidate:
         self.announce(f"estimating {option}")
         counted = self.traced.count(option)
         draft = self.plan(option)
         found = self.followed(option).estimate()
-        found = _with_time(found, draft, self.traced.program(option))
+        found = _with_exchanges(found, draft, self.placed.program(option))
         persistent = _held(self.state, draft.state, self.chips.chip)
         arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
         candidate = Candidate(
@@ -134,7 +144,7 @@ class Drafts:
     def followed(self, option: Strategy) -> Followed:
         plan = self.plan(option)
         splits, options = _situation(plan, self.state, self.batch)
-        return self.traced.followed(option, tuple(splits), _axes(plan), **options)
+        return self.placed.followed(option, tuple(splits), _axes(plan), **options)
 
     def timed(self, each: Candidate, counted: Count | None = None) -> Candidate:
         counted = counted or self.traced.count(each.options)
@@ -282,6 +292,8 @@ def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
     with _mesh.tracing(plan.mesh, typed):
         if typed:
             state, batch = _trace.with_types((state, batch), (plan.state, plan.batch))
+        if plan.experts is not None:
+            step = placed(step, misdivided.with_automatic_axes(plan.mesh))
         closed = _jax.make_jaxpr(plan.options.applied(step))(state, batch)
     return _estimated(plan, closed, state, batch)
 
@@ -290,16 +302,16 @@ def _estimated(plan, closed, state, batch) -> Estimate:
     """Estimates the memory and transfers of a plan's step on each device."""
     splits, options = _situation(plan, state, batch)
     found = Followed(closed, splits, _axes(plan), **options).estimate()
-    found = _with_time(found, plan, closed)
+    found = _with_exchanges(found, plan, closed)
     return _with_padding(found, plan, state, batch)
 
 
-def _with_time(found: Estimate, plan, closed) -> Estimate:
-    """Adds to an estimate what attention over a split time sends."""
-    if plan.context is None:
-        return found
-    ledger = Ledger((*found.ledger.transfers, *plan.context.transfers(closed)))
-    return found._replace(ledger=ledger)
+def _with_exchanges(found: Estimate, plan, closed) -> Estimate:
+    """Adds to an estimate what attention over a split time and experts on other devices send."""
+    more = plan.context.transfers(closed) if plan.context is not None else []
+    if plan.experts is not None:
+        more += plan.experts.transfers(closed, plan.mesh)
+    return found._replace(ledger=Ledger((*found.ledger.transfers, *more)))
 
 
 def _axes(plan) -> dict[str, int]:
@@ -309,6 +321,8 @@ def _axes(plan) -> dict[str, int]:
         axes["data"] *= axes.pop(AXIS)
     if plan.pipeline:  # what is kept is split over as many chips as the rows outside of the layers
         axes["data"] *= axes["stage"]
+    if plan.experts is not None:  # rows are split over the devices of all experts
+        axes["data"] *= axes["expert"]
     return axes
 
 
@@ -345,5 +359,5 @@ def _split(spec) -> Split:
     ]
     data = next((i for i, name in over if name == "data"), None)
     if data is not None:  # outside of the layers of a pipeline, also over "stage"
-        over = [(i, name) for i, name in over if name not in ("stage", AXIS)]
+        over = [(i, name) for i, name in over if name not in ("stage", AXIS, "expert")]
     return Split(None, data, tuple((i, name) for i, name in over if name not in (None, "data")))

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fnet.axes import batch_axes, before
+from fnet.axes import batch_axes, before, mapped_axes
 from fnet.cost._fusion import Kept, heavy
-from fnet.jaxpr import Frame, Scope, description, marks, nbytes, product, read, scan
+from fnet.jaxpr import Frame, Scope, description, marks, nbytes, options, product, read, scan
 from fnet.parallel._ledger import Ledger, Transfer
 from fnet.parallel._live import Held, Inner, Live, peak
 
@@ -219,6 +219,8 @@ class _Walk:
                 inputs = [*splits[:consts], *found[:carry], *map(_inside, splits[consts + carry :])]
             elif sub.kind == "branch":
                 inputs = splits[1:]
+            elif sub.kind == "shard_map":  # its values are the parts of a chip
+                inputs = [NOWHERE] * len(inputs)
             inputs = inputs if len(inputs) == len(jaxpr.invars) else [NOWHERE] * len(jaxpr.invars)
             loop = _Loop(times)
             if sub.kind == "scan":
@@ -303,6 +305,8 @@ class _Walk:
                     if (key := (i, "transpose" in marks(eqn))) not in gathered:
                         gathered.add(key)
                         self.transfers.append(Transfer("all-gather", scope, size, self.data, turns))
+        if eqn.primitive.name == "shard_map":
+            return _mapped(eqn), temporary
         found = []
         more = self.further(eqn, splits, out_rows, scope, times)
         for v, row, data, names in zip(eqn.outvars, out_rows, out_data, more):
@@ -378,6 +382,16 @@ def _given(jaxpr, splits) -> dict[int, tuple[Any, Split]]:
     constants are replicated."""
     types = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
     return dict(enumerate(zip(types, [*[NOWHERE] * len(jaxpr.constvars), *splits])))
+
+
+def _mapped(eqn) -> list[Split]:
+    """Returns the sharding of each output of a shard_map."""
+    experts = mapped_axes(eqn, ("expert",))
+    found = []
+    for spec, part in zip(options(eqn).out_specs, experts):
+        row = next((i for i, names in enumerate(spec) if "data" in (names or ())), None)
+        found.append(Split(row) if part is None else Split(more=((part, "expert"),)))
+    return found
 
 
 def _inside(split: Split) -> Split:

@@ -41,6 +41,8 @@ def table(plan) -> str:
     said += _avoided(plan)
     if plan.context is not None:
         said += plan.context.lines(plan.shapes)
+    if plan.experts is not None:
+        said += plan.experts.lines(plan.chosen.estimate.ledger)
     if plan.unused:
         said += [f"leaves of the batch that the step does not read: {', '.join(plan.unused)}"]
     said += _costs(plan)

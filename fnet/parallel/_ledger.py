@@ -11,6 +11,7 @@ import jax
 
 from fnet._util._text_table import aligned
 from fnet.jaxpr import scope_of_operation
+from fnet.layers._experts_apart import FURTHER
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -127,7 +128,8 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
         print(parallel.ledger(jax.jit(step).lower(state, batch).compile()))
 
     A collective in a loop counts once for each iteration, or once in all if XLA does not know how
-    many there are. Of a conditional, all branches count.
+    many there are. Of a conditional, all branches count, except in "further_rounds": these run only
+    if the tokens for some experts are far more than the mean, so they count zero times.
 
     Args:
         program: a compiled program, or the text of its HLO after partitioning.
@@ -165,12 +167,13 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
     def enter(name, times):
         for line in bodies.get(name, ()):
             if found := _COLLECTIVE.match(line):
+                scope = _scope(line)
                 each = Transfer(
                     found[2],
-                    _scope(line),
+                    scope,
                     _bytes(found[1], found[2], bool(found[3])),
                     _group(line, default),
-                    times,
+                    0 if FURTHER in scope.split("/") else times,
                 )
                 if name.startswith("all-reduce-scatter"):  # the reduce-scatter of TPUs
                     each = each._replace(

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import jaxpr
-from fnet.axes import batch_axes, before
+from fnet.axes import batch_axes, before, mapped_axes
 from fnet.jaxpr import DOT, Interpreter, Value, misdivided, nbytes, plain, restore, scan
 from fnet.transforms._autocast._lowered import lowered
 
@@ -202,9 +202,9 @@ class Pins(Interpreter):
     def __init__(self, mesh, axis, activations):
         super().__init__()
         self.mesh, self.axis, self.activations, self.given = mesh, axis, activations, []
-        names = (axis,) if isinstance(axis, str) else axis
-        self.chips = math.prod(mesh.shape[name] for name in names)
-        self.alone = all(n == 1 for name, n in mesh.shape.items() if name not in names)
+        self.names = (axis,) if isinstance(axis, str) else axis
+        self.chips = math.prod(mesh.shape[name] for name in self.names)
+        self.alone = all(n == 1 for name, n in mesh.shape.items() if name not in self.names)
         self.late = False  # whether sums over the batch may stay partial
         self.avoided: dict[
             int, Avoided
@@ -228,7 +228,8 @@ class Pins(Interpreter):
             outputs = self.default(eqn, at, inputs, (PARTIAL,) * len(eqn.outvars))
             return [y if y.note == PARTIAL else Value(y.x, note) for y, note in zip(outputs, notes)]
         if jaxpr.mapped_whole(eqn):
-            return plain(eqn, inputs)
+            outputs, notes = plain(eqn, inputs), mapped_axes(eqn, self.names)
+            return [Value(y.x, note) for y, note in zip(outputs, notes)]
         if name == "shard_map":  # the user divides the rows, XLA the rest
             inputs = [Value(value.x) for value in inputs]
         if (apart := self.apart(eqn, inputs, notes)) is not None:

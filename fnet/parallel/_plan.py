@@ -20,6 +20,7 @@ from fnet.parallel._combinations import Combination
 from fnet.parallel._comparison import Comparison
 from fnet.parallel._context._context import Context
 from fnet.parallel._estimate import Estimate
+from fnet.parallel._experts._experts import Experts, active, placed
 from fnet.parallel._ledger import Ledger
 from fnet.parallel._pins import Avoided
 from fnet.parallel._pipeline import Pipelined
@@ -112,6 +113,7 @@ class Plan:
         pipeline: a `Pipelined` for each scan over layers that runs as a pipeline, with its schedule.
         init_fn: the function `init` that was passed to `parallel.plan`.
         context: how the step is split along time, if the mesh has an axis "context".
+        experts: how the experts of the step are divided, if the mesh has an axis "expert".
         form: what the state has beside its arrays, if it has modules of flax.nnx or Equinox, or
             None. `state` has nested dicts in their places.
 
@@ -132,6 +134,7 @@ class Plan:
     unused: tuple[str, ...]
     init_fn: Callable = dataclasses.field(repr=False)
     context: Context | None = dataclasses.field(default=None, repr=False)
+    experts: Experts | None = dataclasses.field(default=None, repr=False)
     form: Form | None = dataclasses.field(default=None, repr=False)
     candidates: tuple[Candidate, ...] = ()
     avoided: tuple[Avoided, ...] = ()
@@ -297,6 +300,7 @@ class Plan:
         mesh = self.mesh if self._typed else misdivided.with_automatic_axes(self.mesh)
 
         def rewritten(step):
+            step = step if self.experts is None else placed(step, mesh)
             step = self.options.applied(step, mesh, self.axes)
             return step if self.context is None else self.context.applied(step, mesh, self.axes)
 
@@ -386,4 +390,5 @@ def _variables(tree: Any) -> list:
 
 def rows_over(mesh) -> tuple[str, ...]:
     """The mesh axes over which the rows of a batch are split, outside of the stages of a pipeline."""
-    return tuple(name for name in ("slice", "data", "stage") if name in mesh.shape)
+    names = ("slice", "data", "stage", *["expert"] * active(mesh))
+    return tuple(name for name in names if name in mesh.shape)

@@ -17,6 +17,7 @@ from fnet.parallel._combinations import Combination
 from fnet.parallel._context import _meshes as _context_meshes
 from fnet.parallel._context._mapped import AXIS
 from fnet.parallel._drafts import DOUBT, ROOM, Drafts
+from fnet.parallel._experts import _meshes as _expert_meshes
 from fnet.parallel._pins import avoided, avoided_with_types
 from fnet.parallel._pipeline import depth
 from fnet.parallel._plan import Candidate, Plan, rows_over
@@ -73,7 +74,8 @@ def plan(
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}, where one may be
             -1. The batch is split over "data", which is computed if absent, and over "slice", an
             axis that several slices or machines get by default, the layers of the step over
-            "stage", which makes a pipeline, and the time of texts over "context". Or a `jax.sharding.Mesh` or
+            "stage", which makes a pipeline, the time of texts over "context", and the experts of
+            `nn.MixtureOfExperts` over "expert", as well as the batch. Or a `jax.sharding.Mesh` or
             `AbstractMesh` with an axis "data", whose axes keep their types; a `Mesh` also states
             the devices.
         rules: tensor parallelism, as a dict: a regular expression for the complete path of a
@@ -92,7 +94,8 @@ def plan(
         ValueError: no strategy fits into memory (the error lists the largest arrays); the strategy
             or the chip is unknown; the rows are not a multiple of the devices; a rule matches no
             parameter; the mesh has no axis "data"; the layers cannot be divided into stages; the
-            axis "context" splits a step without attention, or a time that is too short; the step
+            axis "context" splits a step without attention, or a time that is too short; the axis
+            "expert" splits a step without experts, or a number of them that is no multiple; the step
             changes the structure of the state; or a step that states its own shardings gets rules
             or a strategy for one device.
 
@@ -121,8 +124,10 @@ def plan(
         axes = over_time[0]
     places = _mesh.make(chips, axes, mesh)
     rows_by = math.prod(axes[name] for name in rows_over(places))
+    over = ", ".join(f"{name}={axes[name]}" for name in rows_over(places))
+    over = f" ({over})" if "," in over else ""
     if rows >= rows_by or strategy != "auto" or not over_time:
-        _check.rows(batch, rows_by)
+        _check.rows(batch, rows_by, over)
     announce("tracing the step")
     step, of_key, form = of_arrays(step, init)
     traced = _trace.traced(step, of_key, batch, places, strategy, ruled=bool(rules))
@@ -135,7 +140,11 @@ def plan(
     helps = asked or rows % rows_by or takes_slices(step)  # gives a device fewer tokens at a time
     over_time = _context_meshes.suitable(over_time, traced, asked=asked) if helps else []
     if not over_time:
-        _check.rows(batch, rows_by)
+        _check.rows(batch, rows_by, over)
+    asked = strategy.split("+")[0] == "expert"
+    apart = []
+    if asked or (strategy == "auto" and chips.count > 1):
+        apart = _expert_meshes.candidates(chips, mesh, rows, traced, asked=asked)
     options = ladder(
         strategy,
         step,
@@ -144,6 +153,7 @@ def plan(
         typed=traced.typed,
         staged=axes.get("stage", 1) > 1,
         context=bool(over_time),
+        experts=bool(apart),
     )
     rungs = _combinations.combinations(
         options,
@@ -151,6 +161,7 @@ def plan(
         mesh,
         lambda: depth(traced.program(Strategy("pipeline")), state),
         functools.partial(_context_meshes.shared, over_time, rows),
+        apart,
     )
 
     @functools.lru_cache(None)

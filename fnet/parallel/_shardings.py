@@ -40,13 +40,15 @@ def layout(
     mesh: Mapping[str, int],
     scanned: frozenset[str],
     ruled: dict[str, tuple] | None = None,
+    shared: tuple[str, ...] = (),
 ) -> Layout:
     """Returns the partition specs of a state. If `kind` is "data", no leaf is split. If `kind` is
     "zero1", all leaves except parameters are split. If `kind` is "fsdp", all leaves are split. If
     `kind` is "pipeline", leaves over whose first axis a scan runs are split along this axis over
     "stage", and all others over "data" and "stage". What is split over "data" is also split over
     "context", if the mesh has this axis. Small leaves and leaves without a suitable axis are
-    replicated.
+    replicated. The mesh axes `shared` hold other rows of the batch, too, so what is split over
+    "data" is also split over those of them that no rule uses for it.
 
     An array is split along the largest axis whose size is a multiple of the devices. If several axes
     have the largest size, the array is split along the last of these axes. An array is never split
@@ -59,11 +61,12 @@ def layout(
 
     Args:
         state: a tree of shapes.
-        kind: "data", "zero1", "fsdp", "context" or "pipeline".
+        kind: "data", "zero1", "fsdp", "context", "expert" or "pipeline".
         mesh: the mesh axes, {name: length}.
         scanned: paths of the leaves that a scan slices along their first axis.
         ruled: a dict {path of a parameter: its partition spec}, derived from the user's sharding
             rules. Default None.
+        shared: names of mesh axes. Default: none.
     """
     leaves, structure = jax.tree.flatten_with_path(state)
     model = {path: leaf.shape for path, leaf in leaves if is_parameter(path, state)}
@@ -71,8 +74,6 @@ def layout(
     beside, by_path = _beside(state, ()), {}
     stages = mesh["stage"] if kind == "pipeline" else 1
     more = ("stage",) * (kind == "pipeline") + ("context",) * (mesh.get("context", 1) > 1)
-    over = ("data", *more) if more else "data"
-    chips = math.prod(mesh[name] for name in ("data", *more))
     specs, whole = [], []
     for path, leaf in leaves:
         source = next(
@@ -87,6 +88,9 @@ def layout(
         if kind == "data" or (kind == "zero1" and path in model):
             specs.append(P(*mine))
             continue
+        names = ("data", *more, *(name for name in shared if name not in mine))
+        over = names if len(names) > 1 else "data"
+        chips = math.prod(mesh[name] for name in names)
         layers = jax.tree_util.keystr(source) in scanned
         if kind == "pipeline" and layers and leaf.shape[0] % stages == 0:
             by_path[path] = P("stage")
@@ -95,8 +99,8 @@ def layout(
         spec, reason = _spec(leaf.shape, chips, mine, over, first=layers)
         if source in beside:
             values = by_path.get(beside[source], P())
-            names = [name if n % chips == 0 else None for name, n in zip(values, leaf.shape)]
-            spec, reason = (P(*names), None) if any(names) else (P(), reason)
+            kept = [name if n % chips == 0 else None for name, n in zip(values, leaf.shape)]
+            spec, reason = (P(*kept), None) if any(kept) else (P(), reason)
         by_path[path] = spec
         specs.append(spec)
         if reason and not mine:

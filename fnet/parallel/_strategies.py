@@ -21,6 +21,7 @@ STRATEGIES = {
     "fsdp": "parameters and optimizer's state split",
     "fsdp+pins": "parameters and optimizer's state split, activations pinned to the batch",
     "context": "time split, parameters and optimizer's state split over all chips, activations pinned",
+    "expert": "experts apart, parameters and optimizer's state split over all chips, activations pinned",
     "explicit": "state and activations split as their types on the explicit mesh say",
     "pipeline": "layers on the stages of a pipeline, the rest of the state split over all chips",
 }
@@ -32,7 +33,8 @@ class Strategy(NamedTuple):
 
     Attributes:
         state: what of the state is split: "data" (nothing), "zero1" (the optimizer's state), "fsdp"
-            (everything), "context" (everything, and the activations along time), "explicit" (what
+            (everything), "context" (everything, and the activations along time), "expert"
+            (everything, the experts each on their own chips), "explicit" (what
             init and the step state themselves) or "pipeline" (the layers over the stages of a
             pipeline, the rest over all chips).
         pins: whether sharding constraints keep the activations split along the batch axis.
@@ -88,7 +90,7 @@ class Strategy(NamedTuple):
             number = self.microbatches if self.microbatches > 1 else None
             return pipelined(step, mesh, microbatches=number, rounds=self.rounds)
         over = axes[0] if len(axes) == 1 else axes
-        return pin(step, mesh, over, activations=self.pins or self.state == "context")
+        return pin(step, mesh, over, activations=self.pins or self.state in ("context", "expert"))
 
 
 def parse(strategy: str) -> Strategy | None:
@@ -107,7 +109,7 @@ def parse(strategy: str) -> Strategy | None:
         state, "pins" in more, "remat" in more, number("microbatches"), number("rounds")
     )
     if (
-        state not in ("data", "zero1", "fsdp", "context", "explicit", "pipeline")
+        state not in ("data", "zero1", "fsdp", "context", "expert", "explicit", "pipeline")
         or str(option) != strategy
         or (option.pins and state != "fsdp")
         or (option.rounds > 1 and state != "pipeline")
@@ -128,11 +130,13 @@ def ladder(
     typed: bool = False,
     staged: bool = False,
     context: bool = False,
+    experts: bool = False,
 ) -> list[list[Strategy]]:
     """Returns the strategies to try, as a list of lists of strategies. The strategies of a list are
     tried only if no strategy of the preceding lists fits into memory. `typed` states whether the
-    step states its own shardings, `staged` whether the mesh has an axis "stage", and `context`
-    whether time can be split. If the chips cannot share the rows, nothing else is tried."""
+    step states its own shardings, `staged` whether the mesh has an axis "stage", `context` whether
+    time can be split, and `experts` whether experts can lie apart. If the chips cannot share the
+    rows, nothing else than splitting time is tried."""
     option = parse(strategy)
     if option is not None and option.slices > 1:
         slices(step, option.slices, rows, chips)
@@ -157,6 +161,8 @@ def ladder(
     if chips > 1 and not typed:
         base += [Strategy("zero1"), Strategy("fsdp"), Strategy("fsdp", pins=True)]
     rungs = [base, [option._replace(remat=True) for option in base]]
+    if experts:
+        rungs += [[Strategy("expert")], [Strategy("expert", remat=True)]]
     if takes_slices(step):
         n = 2
         while n <= MOST and rows % (n * chips) == 0:

@@ -222,6 +222,34 @@ def split_in_time():
     return said
 
 
+def mixed():
+    """Two steps of experts that lie on both processes, with and without a capacity."""
+    x = np.random.default_rng(1).normal(size=(16, 12, 16)).astype(np.float32) + 0.5
+    said = {}
+    for name, capacity in (("dropless", None), ("capacity", 0.8)):
+        model = nn.MixtureOfExperts(8, 24, capacity=capacity)
+        init = lambda key, model=model: {"params": model.init(key, x[:1])[0]}
+
+        def step(state, x, model=model):
+            loss = lambda params: jnp.square(model(params, x) - 1).mean()
+            value, grads = jax.value_and_grad(loss)(state["params"])
+            new = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+            return {"params": new}, {"loss": value, "grads": grads}
+
+        options = {"devices": jax.devices(), "compile": False, "strategy": "expert"}
+        plan = parallel.plan(step, init, x, mesh={"expert": len(jax.devices())}, **options)
+        state, alone = plan.init(jax.random.key(0)), init(jax.random.key(0))
+        spread, whole = plan.jit(step), jax.jit(step)
+        for batch in parallel.feed(iter([np.split(x, COUNT)[ME]] * 2), plan):
+            state, metrics = spread(state, batch)
+            alone, wanted = whole(alone, x)
+        pairs = zip(*(jax.tree.leaves(each["grads"]) for each in (metrics, wanted)))
+        errors = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs]
+        own = [shard.index[0].start for shard in state["params"]["up"].addressable_shards]
+        said[name] = {"experts": own, "errors": errors}
+    return said
+
+
 def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)  # programs are small
@@ -232,6 +260,8 @@ def main():
         return trained()
     if CASE == "time":
         return split_in_time()
+    if CASE == "experts":
+        return mixed()
     if CASE == "stages":
         return staged()
     if CASE != "orderly":

@@ -25,7 +25,7 @@ def called(*, batch=SOME, where=None, devices="local"):
         (
             lambda: parallel.plan(STEP, INIT, ROWS, strategy="magic"),
             "plan: unknown strategy 'magic'; there are auto, data, zero1, fsdp, fsdp+pins, context, "
-            "explicit, pipeline, each also with +remat and +microbatches=N, in this order, and "
+            "expert, explicit, pipeline, each also with +remat and +microbatches=N, in this order, and "
             "pipeline with +rounds=N",
         ),
         (

@@ -132,6 +132,17 @@ def test_stages_on_two_processes(free_port):
 
 
 @pytest.mark.exhaustive
+def test_experts_on_two_processes(free_port):
+    """Four experts on each process, to which tokens of both travel."""
+    ends = pair("experts", free_port, limit=240)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    said = [json.loads(out.splitlines()[-1]) for _, out, *_ in ends]
+    for name in ("dropless", "capacity"):
+        assert [each[name]["experts"] for each in said] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert max(error for each in said for error in each[name]["errors"]) < 1e-5
+
+
+@pytest.mark.exhaustive
 def test_time_on_two_processes(free_port):
     """Texts whose parts lie on both processes (one row of devices), or on one (two rows)."""
     ends = pair("time", free_port, limit=240)

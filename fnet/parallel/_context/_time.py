@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fnet.axes import axis_map, batch_axes, through
+from fnet.axes import axis_map, batch_axes, mapped_axes, through
 from fnet.jaxpr import DOT, equations, options, product
 from fnet.layers._attend import attention_p, backward_p
-from fnet.parallel._context._mapped import Attention
+from fnet.parallel._context._mapped import AXIS, Attention
 
 Note = int | None
 CHUNK = 64  # positions of a chunk on each device, from which on chunks are split and not shared out
@@ -46,6 +46,8 @@ class Times:
 
     def rule(self, eqn: Any, notes: Sequence[Note]) -> list[Note] | None:
         name = eqn.primitive.name
+        if name == "shard_map":
+            return mapped_axes(eqn, (AXIS,))
         if eqn.primitive in (attention_p, backward_p):
             return self._attention(eqn, notes)
         if (multiplied := product(eqn)) is not None and multiplied.op is DOT:
