@@ -66,7 +66,7 @@ bench: .venv-bench/.installed
 # Compiled plans for TPUs that are not attached. libtpu (200 MB) is installed in a separate folder for them. It rejects
 # the options with which the tests compile for CPUs. `make pods PODS=--only=124M` omits the larger of the two plans.
 pods: $(STAMP) .libtpu/.installed
-	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu FNET_TEST_COMPILER=default $(BIN)/python -m pytest -n auto tests/parallel/test_targets.py tests/parallel/test_context_targets.py tests/notebooks/test_compile_notebooks.py tests/compress/test_compress_platforms.py $(ARGS)
+	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu FNET_TEST_COMPILER=default $(BIN)/python -m pytest -n auto tests/parallel/test_targets.py tests/parallel/test_context_targets.py tests/parallel/test_experts_targets.py tests/notebooks/test_compile_notebooks.py tests/compress/test_compress_platforms.py $(ARGS)
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods $(PODS)
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.accelerators --check --chips=v5e
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from fnet import _jax
 from fnet.jaxpr import equations
@@ -69,6 +69,7 @@ def _numbers(traced: Any) -> set[int]:
     closed = traced.program(Strategy("data"))
     if not any(eqn.primitive.name == "top_k" for eqn in equations(closed.jaxpr)):
         return set()  # without a second trace
-    step = placed(traced.step, AbstractMesh((1, 1), ("data", AXIS)))
+    alone = AbstractMesh((1, 1), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    step = placed(traced.step, alone)
     again = _jax.make_jaxpr(step)(traced.state, traced.batch)
     return {each.experts for each in mixtures(again)}
