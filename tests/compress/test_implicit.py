@@ -229,7 +229,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick_cases(17)
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -409,7 +409,7 @@ def loss(model):
     return lambda params: jnp.square(model(params, TOKENS)).mean()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "order",
     [

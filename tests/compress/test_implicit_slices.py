@@ -92,7 +92,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick_cases(24)
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("array", ARRAYS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_slices(array, program):

@@ -114,6 +114,7 @@ def test_weights_are_saved_as_the_arrays_that_they_represent(tmp_path):
     equal(jax.tree.map(np.asarray, read), jax.tree.map(np.asarray, compress.materialize(small)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["quantized", pytest.param("qlora", marks=pytest.mark.exhaustive)])
 def test_a_program_keeps_their_form(name, tmp_path):
     params = quantized() if name == "quantized" else nn.combine(*qlora())

@@ -111,6 +111,7 @@ def config(weights, **changes):
     return finetune.Config(**finetune.PRESETS[changes.get("mode", "linear")] | known | changes)
 
 
+@pytest.mark.exhaustive
 def test_a_probe_learns_photos_and_the_classifier_names_them(
     tiny, weights, photos, tmp_path, capsys
 ):

@@ -293,6 +293,7 @@ def test_the_sentences(command, name, arguments, text):
     assert code == 2 and text in said and said.startswith("error: ") and said.count("\n") == 1, said
 
 
+@pytest.mark.exhaustive
 def test_random_combinations_in_one_process(tmp_path):
     """What `make torture` does 1,000 times for each experiment."""
     tried, survived, lost = torture.combinations(100, tmp_path, random.Random(0))

@@ -66,6 +66,7 @@ def test_the_order_of_the_arrays(tmp_path, tied):
         llama2c.load(file)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_out_and_in_again(tied, tmp_path):
     """A model.bin, and an independent reader's logits and greedy text."""
@@ -87,6 +88,7 @@ def test_out_and_in_again(tied, tmp_path):
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_converted_for_load(tied, tmp_path):
     """The folder that the script writes has the names and the rotary embedding of transformers, and

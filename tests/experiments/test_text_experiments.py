@@ -140,6 +140,7 @@ def minilm(tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_trained_and_asked_to_go_on(tmp_path):
     """The weights it leaves are GPT-2's, by name."""
     out = finished(start("language_model.py", *SMALL, f"--workdir={tmp_path}"))

@@ -55,6 +55,7 @@ def test_the_quick_programs_are_in_the_table():
     assert {*map(str, TABLE)} >= QUICK
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     "program",
     [

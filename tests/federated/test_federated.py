@@ -276,6 +276,7 @@ def test_clipped_and_noisy_gradients_are_those_of_optax():
     assert 3 < np.abs(spread).max() < 60 and len(set(spread.tolist())) == 4  # sd 50 / 7 sqrt(2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::fnet.training.ResumeWarning")
 def test_fit_resumes_bit_by_bit(tmp_path):
     data = federated.clients(parts([4, 3, 5, 2], "float32"))

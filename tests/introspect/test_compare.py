@@ -42,6 +42,7 @@ def test_one_fault_in_twelve_layers():
         assert found.rows[-1].name == "result" and not found.rows[-1].equal
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("iteration", "part"), [(0, "norm"), (7, "down"), (11, "up")])
 def test_one_fault_in_a_stack(iteration, part):
     params, _ = STACKED.init(jax.random.key(1), X)

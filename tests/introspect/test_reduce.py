@@ -243,6 +243,7 @@ def test_long_arguments_go_to_a_file(tmp_path):
         assert data["a"].shape == (300,)
 
 
+@pytest.mark.exhaustive
 def test_the_same_call_gives_the_same_script_and_tries_nothing_twice(tmp_path):
     args = draw(8, 64), draw(64, 8, seed=1)
     first = introspect.reduce(half, args, "not finite", tmp_path / "a")

@@ -139,7 +139,7 @@ BOUND = {
 }  # no function of jax.numpy or jax.lax traces to one of their equations alone
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_code_computes_what_the_program_computes(name, tmp_path, monkeypatch):
     f, args = PROGRAMS[name]

@@ -98,7 +98,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["custom_vjp", "custom_jvp", "checkpoint", "scan", "nested"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_values_and_gradients_are_those_without_the_switch(switched, name, transform):
@@ -291,6 +291,7 @@ def test_what_a_class_says_about_its_derivative_holds(kind):
     close(jax.grad(ft.tune(f))(x), jax.grad(f)(x))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_functions_of_jax_that_are_hiprims_keep_all_their_derivatives(transform):
     apply, x = TRANSFORMS[transform], jnp.asarray(X[0])
@@ -313,6 +314,7 @@ def test_functions_of_jax_that_are_hiprims_keep_all_their_derivatives(transform)
     close(apply(local)(x), local(x))
 
 
+@pytest.mark.quick_cases(1)
 def test_scans_of_the_transforms_themselves_have_gradients(switched):
     layer = nn.Sequential(h=nn.Dense(8))
 
@@ -331,6 +333,7 @@ def test_scans_of_the_transforms_themselves_have_gradients(switched):
         close(f(), switched(f))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ["shrink", "use_implicit_arrays"])
 def test_evaluated_programs_are_those_without_the_switch(switched, name):
     """JAX has no gradient of a scan with jax_scan3, and jit removes it if only its carry is used."""

@@ -243,7 +243,7 @@ def both(platform, form, operands, where, y, partitioning="whole"):
     ]
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -337,7 +337,7 @@ def test_what_is_around_cudnn(options, monkeypatch):
     close([x.astype(jnp.float32) for x in got], want, 2e-2)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("spec", "g", "options"),
     [

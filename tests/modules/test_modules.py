@@ -96,13 +96,8 @@ def test_the_table_of_errors_names_cases():
 
 @pytest.mark.quick_cases(
     "microbatch_of_gradients-nnx module norm",
-    "compare-nnx module custom",
-    "quantize-nnx module shared",
     "plan-eqx step dense",
     "fit-nnx step counting",
-    "fit-nnx step metrics",
-    "fit-eqx step dense",
-    "program_of_the_model-nnx module norm",
 )
 @pytest.mark.filterwarnings("ignore:tune. the compiler options")  # of the jit around it
 @pytest.mark.parametrize("cell,subject", CASES, ids=[f"{a}-{b}" for a, b in CASES])

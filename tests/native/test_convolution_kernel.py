@@ -202,6 +202,7 @@ QUICK = [
 DTYPES = [(F32, F32), (BF16, BF16), (BF16, F32)]
 
 
+@pytest.mark.quick_cases(24)
 @pytest.mark.parametrize("seed", range(len(QUICK)))
 def test_products_and_gradients_are_those_of_xla(seed):
     compute, result = DTYPES[seed % 3] if seed % 2 else (F32, F32)

@@ -65,6 +65,7 @@ def calls(f, *args):
 SIZES = [(12, 5), (36, 16), (66, 143), (258, 300)]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("wide", [True, False], ids=["wide", "long"])
 @pytest.mark.parametrize("format", FORMATS)

@@ -198,7 +198,7 @@ def test_runs_are_bit_equal(kind):
         same(step(params, x, None), first)
 
 
-@pytest.mark.quick_cases("GRU")
+@pytest.mark.exhaustive
 @every
 def test_inside_of_other_transforms(kind):
     layer = KINDS[kind](12)
@@ -224,6 +224,7 @@ def test_inside_of_other_transforms(kind):
     close(ft.tune(microbatched, "cpu")(params, x), microbatched(params, x), 2e-6)
 
 
+@pytest.mark.exhaustive
 def test_several_devices():
     """XLA divides the portable loop; inside shard_map, each device calls the kernel."""
     layer = nn.GRU(8)
@@ -276,6 +277,7 @@ def test_without_a_compiler(monkeypatch):
     same(tuned(params, x, None), ft.tune(f, "cpu", rules={RULE: False})(params, x, None))
 
 
+@pytest.mark.exhaustive
 def test_dtypes_without_a_kernel():
     layer = nn.GRU(12)
     params, x = made(layer, (3, 4, 5), dtype=jnp.float16)

@@ -53,6 +53,7 @@ def known():
     )
 
 
+@pytest.mark.exhaustive
 def test_the_five_known_kinds_are_found(known):
     by_scope = {}
     for finding in known.findings:
@@ -104,6 +105,7 @@ def test_the_program_of_a_finding_shows_the_error(known):
     np.testing.assert_array_equal(many[1], 2 * one[1])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("written", [True, False])
 def test_the_script_of_a_finding_runs_without_fnet(known, written, tmp_path):
     finding = next(f for f in known.findings if f.scope == "grouped" and "gradient" in f.what)

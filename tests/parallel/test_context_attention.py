@@ -91,6 +91,7 @@ def agree(got, want, tolerance):
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("case", sampled(TABLE, [f"{form}-{name}" for form, name in QUICK]))
 def test_outputs_and_gradients_are_those_of_one_device(case):
     form, name = TABLE[case]

@@ -110,6 +110,7 @@ def test_a_step_without_attention_is_an_error():
         parallel.plan(step, init, np.ones((8, 16, 8), np.float32), devices=jax.devices(), mesh=MESH)
 
 
+@pytest.mark.exhaustive
 def test_activations_stay_split():
     """No device holds the activations of all of time."""
     options = {"compile": True, "strategy": "data"}

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("quickly", "standard_promotion")
 MESHES = {"2x4": {"data": 2, "context": 4}, "1x8": {"data": 1, "context": 8}}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mesh", sampled(MESHES, ["2x4"]))
 @pytest.mark.parametrize("name", sampled(CASES, ["packed", "by_hand"]))
 def test_a_step_has_the_gradients_of_one_device(name, mesh):

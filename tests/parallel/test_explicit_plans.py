@@ -88,7 +88,7 @@ def check_types(state, plan):
         assert tuple(jax.typeof(x).sharding.spec) == parts
 
 
-@pytest.mark.quick_cases("fsdp+pins-None", "data+microbatches=2-set_mesh")
+@pytest.mark.quick_cases("fsdp+pins-None")
 @pytest.mark.parametrize("context", [None, "set_mesh", "set_mesh of automatic axes"])
 @pytest.mark.parametrize(
     "strategy", ["auto", "data", "zero1", "fsdp+pins", "data+microbatches=2", "fsdp+pins+remat"]
@@ -109,7 +109,7 @@ def test_a_step_for_one_device(strategy, context):
     ]
 
 
-@pytest.mark.quick_cases("auto-set_mesh", "explicit+microbatches=2-None")
+@pytest.mark.quick_cases("explicit+microbatches=2-None")
 @pytest.mark.parametrize("context", [None, "set_mesh"])
 @pytest.mark.parametrize(
     "strategy", ["auto", "explicit", "explicit+remat", "explicit+microbatches=2"]
@@ -131,6 +131,7 @@ def test_a_step_with_its_own_shardings(strategy, context):
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, plain)
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_states_shardings_although_init_does_not():
     plan = parallel.plan(typed_step, init, X, mesh=MESH)
     assert plan.strategy == "explicit"
@@ -230,6 +231,7 @@ def image_init(key):
     return {"params": {"kernel": jax.random.normal(key, (3, 3, 4, 4))}}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axes", [("data", "model"), ("model", "data"), (None, "data", "model")])
 def test_images_that_types_split(axes):
     x = np.random.default_rng(0).normal(size=(8, 8, 8, 4)).astype(np.float32)

@@ -148,6 +148,7 @@ def equal(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.filterwarnings("ignore:.with mesh:")
 @pytest.mark.parametrize(
     ("situation", "name"),
@@ -253,6 +254,7 @@ def test_one_example_at_a_time():
     equal(jax.tree.map(lambda leaf: leaf.sum(0), each), want)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spmd_axis_name", [None, "a"])
 def test_networks_side_by_side(spmd_axis_name):
     """Each network has its own parameters, and the networks, or the batch, are split."""

@@ -54,6 +54,7 @@ def once(step):
     return lambda state, batch: step(state, batch)[1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", sampled(CASES, ("mlp", "counted", "keyed", "context")))
 def test_equal_to_one_device(case):
     records = compared(case, (2, 4), microbatches=4)
@@ -61,6 +62,7 @@ def test_equal_to_one_device(case):
     assert {each.layers for each in records} == {8}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", sampled(CASES, ("checkpoint", "dropout")))
 def test_equal_to_one_device_in_rounds(case):
     compared(case, (4, 2), microbatches=2, rounds=2)
@@ -72,6 +74,7 @@ def test_blocks_without_a_loop(case):
     assert [(each.layers, each.rolled) for each in records[:2]] == [(4, True)] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled(SCHEDULES, ("1x8 m8 v1", "2x4 m8 v2", "4x2 m2 v1")))
 @pytest.mark.parametrize("case", sampled(("mlp", "gpt"), ("mlp",)))
 def test_schedules(case, name):
@@ -80,6 +83,7 @@ def test_schedules(case, name):
     assert forward.schedule == Schedule(mesh[1], microbatches, rounds)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", sampled(CASES, ("gpt",)))
 def test_equal_to_one_device_in_float32(case):
     compared(case, (2, 4), once, dtype=jnp.float32, tolerance=1e-5)

@@ -36,7 +36,7 @@ def on_one_device(name):
     return initial, plain(plain(initial, batch)[0], batch)
 
 
-@pytest.mark.quick_cases("gpt-fsdp+pins-options2", "cnn-fsdp+pins+remat-options9")
+@pytest.mark.quick_cases("cnn-fsdp+pins+remat-options9")
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),
     [
@@ -156,6 +156,7 @@ def test_logical_axes_make_rules():
         parallel.rules(spec, {"head": "tensor"})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("make", "pins"), [(transformer, True), (narrow, False)])
 def test_pins_where_they_send_less(make, pins):
     plan = parallel.plan(*make(), strategy="fsdp")

@@ -120,6 +120,7 @@ def test_fit_on_two_processes(free_port, tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_stages_on_two_processes(free_port):
     """Four layers on each process, through which microbatches travel."""
     ends = pair("stages", free_port)

@@ -137,7 +137,7 @@ def test_perturbation_and_resampling():
     assert 30 < (anew < 10**-1.5).sum() < 70 and len(set(anew.tolist())) == 100
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps", [3, 4, 6])
 @pytest.mark.parametrize("method", ["vmap", "loop"])
 def test_pbt_resumes_bit_by_bit(method, steps, tmp_path):
@@ -213,6 +213,7 @@ def test_halving_keeps_the_best_and_counts_steps(tmp_path):
     equal(again.state, found.state)
 
 
+@pytest.mark.exhaustive
 def test_hyperband_has_brackets():
     init_n, step_n = quadratic()
     found = search.hyperband(

@@ -139,6 +139,7 @@ def test_batches_of_their_own(alone):
             close(search.member(state, 2), alone[2])
 
 
+@pytest.mark.exhaustive
 def test_the_choice_is_measured_explained_and_kept():
     init, step, batches, hyper = program("float32")
     init_n, step_n = search.population(init, step)
@@ -233,7 +234,7 @@ def evaluation():
     return init, step, batches, hyper, {"test": tr.evaluator(search.each_member(measure), data, 4)}
 
 
-@pytest.mark.quick_cases("split-None")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method, devices", [("split", None), ("loop", None), ("loop", 2)])
 @pytest.mark.filterwarnings("ignore::fnet.training.ResumeWarning")
 def test_fit_logs_saves_and_resumes_bit_by_bit(method, devices, tmp_path, evaluation):
@@ -282,6 +283,7 @@ def test_fit_logs_saves_and_resumes_bit_by_bit(method, devices, tmp_path, evalua
     )
 
 
+@pytest.mark.exhaustive
 def test_fit_keeps_the_choice_of_the_first_call(tmp_path):
     def step(state, batch, hyper):
         return {"w": state["w"] - hyper * (batch.T @ batch)}, {"mean": batch.mean()}

@@ -572,6 +572,7 @@ def test_a_model_that_cannot_be_served_says_why(tmp_path):
     assert row["state"] == "UNAVAILABLE" and "depends on the padding of t" in row["reason"]
 
 
+@pytest.mark.exhaustive
 def test_padding_of_tokens(tmp_path):
     """The test's tokens differ, and some of them are in the vocabulary, so it shows something."""
     gpt = models.GPT(11, 8, 2, 2, context=64)
