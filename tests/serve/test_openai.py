@@ -485,38 +485,14 @@ def test_a_client_that_leaves_cancels_its_texts(served, stream):
     assert served.chat()[0] == 200
 
 
-class Failing(Script):
-    """An engine that fails after a few tokens."""
-
-    def __init__(self, tokenizer, after):
-        super().__init__(tokenizer, "Good day.")
-        self.after = after
-
-    def submit(self, prompt, **options):
-        callback, count = options["callback"], iter(range(self.after))
-
-        def spoil(token):
-            if request.error is not None:
-                return
-            if next(count, None) is not None:
-                callback(token)
-                return
-            request.finish_reason, request.error = "error", ValueError("bad")
-            request.cancelled.set()
-            callback(None)
-
-        request = super().submit(prompt, **options | {"callback": lambda token: spoil(token)})
-        return request
-
-
 def test_an_engine_that_fails_is_an_error_before_and_in_a_stream(served):
-    served.language.engine = Failing(served.tokenizer, 0)
+    served.say("Good day.").fails_after = 0
     status, answer = served.chat()
     assert status == 500 and answer["error"]["type"] == "server_error"
     assert answer["error"]["message"] == "the computation failed: ValueError"
     body = {"model": "tiny", "messages": HELLO, "stream": True}
     assert served.client("/v1/chat/completions", body)[0] == 500
-    served.language.engine = Failing(served.tokenizer, 4)
+    served.say("Good day.").fails_after = 4
     status, _, content = served.client("/v1/chat/completions", body)
     *_, last, end = content.decode().split("\n\n")
     assert status == 200 and end == "" and json.loads(last.removeprefix("data: "))["error"]

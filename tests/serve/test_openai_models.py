@@ -68,8 +68,9 @@ def bundle(folder):
 
 @contextlib.contextmanager
 def clients(files, **options):
-    """(a client, the repository) of a server."""
-    app = serve.application(list(map(str, files)), serve.Options(**options))
+    """(a client, the repository) of a server. Without batches of the Open Inference Protocol, nothing
+    has to be proved for them."""
+    app = serve.application(list(map(str, files)), serve.Options(**{"max_batch": 1, **options}))
     with running(app) as port:
         yield Client(port), app.state.server.repository
 
@@ -97,7 +98,10 @@ def test_a_folder_its_adapters_and_a_bundle_answer_like_their_models(folder, fre
     adapted = pretrained.load_adapter(model, params, french)
     plain, other = expected(folder), expected(folder, adapted)
     assert plain != other
-    with clients([folder, bundle], adapters={"french": french}, slots=2) as (client, _):
+    with clients([folder, bundle], dtype="float32", adapters={"french": french}, slots=2) as (
+        client,
+        _,
+    ):
         listed = client.json("/v1/models")[1]["data"]
         assert [(each["id"], each.get("parent")) for each in listed] == [
             ("tiny", None),
@@ -134,7 +138,7 @@ def metrics(client):
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-@pytest.mark.quick_cases("learned positions")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model",
     [
@@ -387,9 +391,11 @@ def test_folders_and_options_that_are_wrong(folder, french, encoder, tmp_path):
         ([encoder[0]], {"adapters": {"x": french}}, "is an encoder of texts, which takes no adapt"),
         ([folder], {"context": 1 << 20}, "context=1048576 exceeds that of the model, 512"),
         ([folder], {"context": 1}, "context=1: expected at least 2"),
+        ([folder], {"dtype": "float33"}, "dtype='float33': expected a dtype such as 'float32'"),
+        ([folder], {"dtype": "int8"}, "expected a floating-point dtype"),
         ([folder], {"slots": 0}, "slots=0: expected at least 1"),
     ):
-        with pytest.raises((ValueError, OSError, BundleError), match=message):
+        with pytest.raises((ValueError, TypeError, OSError, BundleError), match=message):
             serve.application(list(map(str, files)), serve.Options(**options))
 
 

@@ -52,7 +52,7 @@ def write_tokenizer(folder, template=CHAT):
 def write_folder(folder, template=CHAT):
     """A folder as transformers writes it, with a model that was never trained."""
     model = models.Decoder(
-        vocab_size=280, width=16, depth=2, heads=2, kv_heads=1, hidden=24, context=512
+        vocab_size=280, width=16, depth=1, heads=2, kv_heads=1, hidden=24, context=512
     )
     params, state = model.init(jax.random.key(0), model.example())
     pretrained.save(model, params, state, folder, names="huggingface")
@@ -61,20 +61,23 @@ def write_folder(folder, template=CHAT):
 
 
 class Said:
-    """A request whose tokens are known."""
+    """A request whose tokens are known, and how many come before it fails, if it does."""
 
-    def __init__(self, prompt, tokens, options, wait):
+    def __init__(self, prompt, tokens, options, wait, fails_after):
         self.prompt, self.tokens, self.options = prompt, tokens, options
         self.finish_reason, self.error = None, None
         self.cancelled = threading.Event()
-        self._wait = wait
+        self._wait, self._fails_after = wait, fails_after
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self):
         self._wait.wait(10)
-        time.sleep(1e-3)
-        for token in self.tokens[: self.options["max_tokens"]]:
+        for count, token in enumerate(self.tokens[: self.options["max_tokens"]]):
             if self.cancelled.is_set():
+                return
+            if count == self._fails_after:
+                self.finish_reason, self.error = "error", ValueError("bad")
+                self.options["callback"](None)
                 return
             tops = ((token, -0.5), (0, -float("inf")))[: self.options["log_probs"]]
             self.options["callback"](serve.Token(token, -0.5, tops))
@@ -97,19 +100,22 @@ class Script:
     Attributes:
         requests: what was asked for.
         may_speak: when it is cleared, texts wait.
+        full: whether requests are refused.
+        fails_after: the number of tokens after which texts fail, or None.
     """
 
     def __init__(self, tokenizer, *texts):
         self.said = [list(tokenizer.encode(text)) for text in texts]
         self.requests, self.may_speak = [], threading.Event()
         self.may_speak.set()
-        self.full = False
+        self.full, self.fails_after = False, None
 
     def submit(self, prompt, **options):
         if self.full:
             raise serve.Full("3 requests wait; try again later")
         tokens = self.said[len(self.requests) % len(self.said)]
-        request = Said(prompt, [int(token) for token in tokens], options, self.may_speak)
+        tokens = [int(token) for token in tokens]
+        request = Said(prompt, tokens, options, self.may_speak, self.fails_after)
         self.requests.append(request)
         return request
 
