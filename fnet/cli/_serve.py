@@ -99,6 +99,10 @@ def define(commands: Any) -> None:
         "most 1024)",
     )
     serve.add_argument(
+        "--dtype",
+        help="dtype to which the weights in folders are cast, such as float32 (default: theirs)",
+    )
+    serve.add_argument(
         "--adapters",
         action="append",
         default=[],
@@ -128,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         assume_independent_rows=args.assume_independent_rows,
         slots=args.slots,
         context=args.context,
+        dtype=args.dtype,
         adapters=dict(map(_adapter, args.adapters)),
     )
     if not options.loopback and options.token is None:

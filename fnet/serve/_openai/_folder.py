@@ -44,7 +44,7 @@ def open_folder(
             f"serve: {folder} has no config.json; expected a bundle, or a folder of weights with "
             "config.json, *.safetensors and the files of a tokenizer"
         )
-    model, params, _ = pretrained.load(folder)
+    model, params, _ = pretrained.load(folder, dtype=_dtype(options.dtype))
     tokenizer = models.read_tokenizer(folder)
     if isinstance(model, _ENCODERS) and getattr(model, "head", None) is None:
         if options.adapters:
@@ -99,6 +99,17 @@ def _encoder(name, folder, model, params, tokenizer, options, observe) -> Encode
         rows=options.max_batch,
         size=lambda count: min(max(_SMALLEST, 1 << (count - 1).bit_length()), context),
     )
+
+
+def _dtype(name: str | None) -> Any:
+    if name is None:
+        return None
+    try:
+        return jnp.dtype(name)
+    except TypeError:
+        raise ValueError(
+            f"serve: dtype={name!r}: expected a dtype such as 'float32' or 'bfloat16'"
+        ) from None
 
 
 def _embed(

@@ -129,10 +129,16 @@ class Language:
             raise Wrong("the server ends", status=503) from None
 
     def warm(self) -> None:
-        """Starts the engine, and compiles its programs for one text."""
+        """Starts the engine, and compiles its programs for one text.
+
+        Raises:
+            RuntimeError: the model cannot be computed.
+        """
         self.engine.start()
         for temperature in (0, 1):
-            self.engine.submit([0], max_tokens=1, temperature=temperature).result()
+            text = self.engine.submit([0], max_tokens=1, temperature=temperature).result()
+            if text.finish_reason == "error":
+                raise RuntimeError(f"serve: {self.name} cannot generate text: {text.error}")
 
     def close(self) -> None:
         """Finishes what runs and waits."""
