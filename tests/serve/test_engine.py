@@ -148,7 +148,7 @@ def test_the_table_grows_and_shrinks_with_what_runs(monkeypatch):
     ]
     while engine.step():
         sizes.append((len(table.requests), table.length))
-    assert sizes[:2] == [(2, 16), (4, 16)] and (4, 32) in sizes and sizes[-1] == (1, 64)
+    assert sizes[0] == (4, 16) and (4, 32) in sizes and sizes[-1] == (1, 64)
     for prompt, request in zip(prompts, requests):
         text = request.result()
         assert text.tokens == engines.alone(model, params, prompt, len(text.tokens))

@@ -11,6 +11,7 @@ import pytest
 
 from fnet import compress, serve
 from fnet import layers as nn
+from fnet.serve._engine import _cache
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
@@ -240,6 +241,16 @@ def test_a_turn_that_fails_ends_what_runs_and_no_more(model, engine, monkeypatch
     assert running.result().error == "MemoryError: no room" and "no room" in caplog.text
     later = engine.submit([1, 2], max_tokens=3, temperature=0)
     assert later.result().tokens == engines.alone(*model, [1, 2], 3)
+
+
+def test_a_prompt_that_cannot_be_begun_ends_with_the_error(engine, monkeypatch, caplog):
+    def fails(*args, **options):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(_cache, "empty", fails)
+    broken = engine.submit([1, 2], max_tokens=3)
+    monkeypatch.setattr(engine._loop.table, "clear", lambda: None)
+    assert broken.result().error == "MemoryError: no room" and "no room" in caplog.text
 
 
 def test_a_thread_serves_several_readers(model):

@@ -48,8 +48,8 @@ class Engine:
     with a capacity over the batch, is computed one row after another.
 
     Each request has a row of a table, a slot; the table has as many rows, and room for as many
-    tokens, as the running requests need, rounded up to powers of two. Pages of keys and values would
-    have to be gathered for each token on a CPU, which doubles their bytes
+    tokens, as the running requests need, rounded up to powers of two. Pages of keys and values, which
+    have to be gathered for each token, take 2.0 to 2.7 times as long in an attention layer on a CPU
     (`python -m benchmarks.engine --pages`); the beginnings that prompts share are blocks of 32
     tokens, which are copied into the row. Each size is compiled when it is first needed.
 

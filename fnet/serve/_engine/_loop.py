@@ -122,7 +122,9 @@ class Loop:
                 prompt.advance()
                 busy = True
             if prompt.done:
-                self.table.seat(prompt)
+                # A table that grows once is copied and compiled once.
+                more = len(self._queue) if self._memory is None else 0
+                self.table.seat(prompt, more)
                 self._prompt = None
 
     def _next_prompt(self) -> Prompt | None:
@@ -132,7 +134,11 @@ class Loop:
             return None
         adapter = 0 if request.adapter is None else self._adapters[request.adapter]
         length = self.table.room(len(request.prompt) - 1)
-        prompt = Prompt(self.plan, request, adapter, length, self.prefixes)
+        try:
+            prompt = Prompt(self.plan, request, adapter, length, self.prefixes)
+        except BaseException as error:
+            self._end(request, "error", error)  # it waits no longer, and runs not yet
+            raise
         self.counters.add("prompt_tokens", len(request.prompt))
         self.counters.add("cached_tokens", request.cached_tokens)
         self.counters.add("prefix_hits", int(request.cached_tokens > 0))

@@ -87,11 +87,11 @@ class Table:
         """The length of a cache of one row for so many tokens."""
         return rounded(tokens, self._least[1], self._context)
 
-    def seat(self, prompt: Prompt) -> None:
-        """Gives a row to a request whose prompt is computed."""
+    def seat(self, prompt: Prompt, more: int = 0) -> None:
+        """Gives a row to a request whose prompt is computed, and makes room for `more` of them."""
         request = prompt.request
         self.leave()
-        self.fit(request)
+        self.fit(request, more)
         slot = self.requests.index(None)
         place = jnp.asarray(slot, jnp.int32)
         self.cache = _cache.put(self.cache, prompt.row, place, layout=self._layout)
@@ -102,13 +102,13 @@ class Table:
         if request.options.penalized:
             self._count(place, request)
 
-    def fit(self, newcomer: Request | None = None) -> None:
+    def fit(self, newcomer: Request | None = None, more: int = 0) -> None:
         """Makes the table as large as the next token of every row needs; smaller only after a
         while."""
         running = [request for _, request in self.active()]
         everyone = [*running, *([] if newcomer is None else [newcomer])]
         size, length = self._size(
-            len(everyone), max((each.length + 1 for each in everyone), default=1)
+            len(everyone) + more, max((each.length + 1 for each in everyone), default=1)
         )
         larger = size > len(self.requests) or length > self.length
         smaller = not larger and (size < len(self.requests) or length < self.length)
