@@ -198,6 +198,7 @@ class _Inbox:
         """Returns what has come, or [] if nothing comes within some seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._event.wait()
-        self._event.clear()
+                while not self._items:
+                    await self._event.wait()
+                    self._event.clear()
         return [self._items.popleft() for _ in range(len(self._items))]
