@@ -26,6 +26,7 @@ from fnet.compress._formats import Format
 from fnet.hardware._onednn import onednn
 from fnet.jaxpr import ImplicitArray, Interpreter, Value, description
 from fnet.layers import _tile_dot, dot_product_attention
+from fnet.serve._engine import _adapters  # noqa: F401, defines Adapted
 from fnet.transforms._autocast import _lowered
 from fnet.transforms._tune import _accelerators, _accumulated, _convolutions, _cpu, _library
 from fnet.transforms._tune._tune import RULES
@@ -373,6 +374,7 @@ IMPLICIT = {  # by class
     },
     "LowRank": {"LoRA": stored(lambda p: compress.lora(jax.random.key(0), p, {".*": 2}))},
     "FakeQuantized": {"fake": stored(lambda p: compress.fake_quantize(p, {".*": compress.Int8()}))},
+    "Adapted": {"adapters of rows": "serve/test_engine.py::test_adapters_in_one_batch"},
 }
 
 # Kernels by the names of their custom calls, with the tests of their numbers, and of rows. There is

@@ -14,7 +14,18 @@ _LOG = logging.getLogger("fnet.serve")
 
 
 class Mask(Protocol):
-    """Says before each token which tokens may come next."""
+    """Says before each token which tokens may come next.
+
+    >>> class Even:
+    ...     def allowed(self, tokens):
+    ...         return np.arange(16) % 2 == 0
+    >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
+    >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
+    >>> engine = serve.Engine(gpt, params, slots=1)
+    >>> [text] = engine.generate([[1, 2]], max_tokens=4, temperature=0, mask=Even())
+    >>> any(token % 2 for token in text.tokens)
+    False
+    """
 
     def allowed(self, tokens: Sequence[int]) -> np.ndarray:
         """Returns booleans [vocab_size]. `tokens` are those generated up to now."""
