@@ -247,7 +247,6 @@ def served(world, **options):
     return engines.engine(model, params[None], adapters=adapters, **options)
 
 
-@pytest.mark.exhaustive
 def test_random_requests_with_cancellations(world):
     engine = served(world)
     assert wrong(engine, *world) == []
