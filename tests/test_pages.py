@@ -46,6 +46,7 @@ SLOW = (
             "models",
             "parallel",
             "search",
+            "ten_minutes",
             "transforms",
         )
     ),

@@ -365,6 +365,7 @@ def test_errors(call, error, text):
 PACKED = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [0, 3, 3, 0, 5, 5, 5, 5]])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("layer", [nn.RNN, nn.LSTM, nn.GRU])
 def test_packed_sequences_are_those_of_separate_rows(layer, bidirectional):

@@ -85,7 +85,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_packed_attention_is_that_of_each_text(name):
     layer, options = LAYERS[name]
@@ -190,6 +190,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", sampled(BLOCKS, ["causal", "window"]))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_skipped_blocks_change_nothing(name, dtype):

@@ -167,6 +167,7 @@ def test_images_of_other_sizes(tmp_path):
         model.spec(jax.ShapeDtypeStruct((1, 32, 36, 3), "float32"))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "change",
     [

@@ -255,6 +255,7 @@ def test_arrays_and_logits_are_those_of_the_package(model, kinds, quantized, tmp
     )
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name, tmp_path):
     """The arrays are those of the model, and a difference in what is not in the file, such as the
@@ -390,6 +391,7 @@ def test_without_a_number_of_key_heads_the_attention_is_not_grouped(tmp_path):
     assert pretrained.load_gguf(file)[0] == model
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", ["llama", *FAMILIES])
 def test_saved_parameters_are_those_of_the_file(name, tmp_path):
     """The new file has all fields of the old one, and its arrays bit for bit if nothing changed."""

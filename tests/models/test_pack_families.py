@@ -28,6 +28,7 @@ def next_token(model):
     return loss
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled({**MODELS, **FOLDERS}, ["GPT", "gemma2"]))
 def test_a_packed_decoder_equals_its_own_segments(name):
     with jax.enable_x64(True):

@@ -61,6 +61,7 @@ def rows(model):
     return tokens, segments, apart, np.array([len(text) for text in flat], np.int32)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled({**MODELS, **FOLDERS}, ["GPT", "long", "gemma2"]))
 def test_every_text_is_as_if_alone(name):
     with jax.enable_x64(True):

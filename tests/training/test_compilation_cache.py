@@ -120,6 +120,7 @@ def test_a_folder_chosen_for_jax_is_used_instead(tmp_path):
     assert any((tmp_path / "jax").iterdir()) and not (tmp_path / "data").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_program_is_compiled_again(tmp_path, counted):
     assert counted(tmp_path) == (True, False)
     (file,) = tmp_path.iterdir()

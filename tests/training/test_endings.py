@@ -376,7 +376,7 @@ def test_an_evaluation_that_is_none(evaluate, text):
         tr.fit(step, start(), batches, steps=1, evaluate=evaluate, tune=False)
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "value, text",
     [

@@ -77,7 +77,7 @@ def fit(name, workdir, steps=6, death=None):
     return tr.fit(step, state, batches, steps=steps, workdir=workdir, plan=plan, **options)
 
 
-@pytest.mark.quick_cases("fsdp+pins-None", "explicit-set_mesh")
+@pytest.mark.quick_cases("explicit-set_mesh")
 @pytest.mark.parametrize("context", [None, "set_mesh"])
 @pytest.mark.parametrize("name", ["zero1", "fsdp+pins", "explicit"])
 def test_the_numbers_of_one_device_and_the_same_bits_after_a_death(tmp_path, name, context):

@@ -137,7 +137,7 @@ def test_it_is_compiled_once(plan):
         monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.quick_cases("skip")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nonfinite", ["skip", "rollback"])
 def test_steps_that_are_not_finite(tmp_path, plan, nonfinite):
     def broken(i):

@@ -64,6 +64,7 @@ def test_the_best_is_returned_at_the_end_and_after_a_restart(tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_another_metric_after_a_restart_is_not_compared_with_the_first(tmp_path):
     values = {1: 9.0, 2: 9.0, 3: 5.0, 4: 3.0, 5: 4.0}
     options = {

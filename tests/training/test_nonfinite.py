@@ -397,6 +397,7 @@ def divided(state, batch):
         return new, {"loss": metrics["loss"] / batch["scale"]}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_the_batch_after_a_rollback_is_replayed(tmp_path, interrupted):
     """The batches before it have another fault. The checkpoint at which the first process was

@@ -78,6 +78,7 @@ def bucketed(each):
     return ft.bucket(each.f, SIZES, axes=each.axes)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", sampled([name for name in NAMES if name not in NOT_TRACED], QUICK))
 def test_equals_the_function_without_padding(name, junk):
     each = case(name)

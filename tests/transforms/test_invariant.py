@@ -125,6 +125,7 @@ def test_a_row_has_the_same_bits_in_every_batch():
     assert any(bits(plain(PERCEPTRON, x[:n])) != bits(plain(PERCEPTRON, x)[:n]) for n in ROWS)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_weight_zero_change_nothing_in_a_step():
     x, y = draw(8, 37), np.arange(8) % 10
     step = ft.invariant(weighted(perceptron), argnums=(1, 2, 3))
@@ -134,6 +135,7 @@ def test_rows_of_weight_zero_change_nothing_in_a_step():
         assert bits(few) == bits(padded)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rows", [8, 24])
 def test_a_step_has_the_same_bits_on_every_number_of_devices(rows):
     args = PERCEPTRON, draw(rows, 37), np.arange(rows) % 10, draw(rows) ** 2
@@ -188,6 +190,7 @@ def test_batch_norm_dropout_and_pooling():
         assert bits(evaluate(variables, x[:n])) == bits(evaluate(variables, x)[:n])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("stacked", [True, False])
 def test_gpt_in_both_forms(stacked):
     model = models.GPT(19, 8, 2, 2, context=16, stacked=stacked)
@@ -304,6 +307,7 @@ def test_sums_over_rows_inside_a_loop():
     assert bits(ft.invariant(ft.grad(loss), mesh=mesh(8))(w, x)) == bits(f(w, x))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layer", [nn.LSTM(4), nn.GRU(4, bidirectional=True)])
 def test_recurrent_layers(layer):
     x = draw(8, 6, 3)
@@ -402,6 +406,7 @@ def test_minima_counts_and_conditions():
     assert bits(ft.invariant(f, mesh=mesh(2))(w, x)) == bits(want)
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(
     "f",
     [

@@ -124,7 +124,7 @@ def counter():
     )
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [haiku, equinox, counter])
 def test_state_with_integers_is_carried(make):
     check(*make())
@@ -259,7 +259,7 @@ class Block(nnx.Module):
         return self.dropout(self.norm(self.linear(x)))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, ft.tune])
 def test_modules_of_nnx(wrap):
     f = nnx.value_and_grad(lambda model, x: jnp.square(model(x)).mean())
@@ -313,6 +313,7 @@ def test_no_tracer_of_a_slice_survives(form):
         jax.jit(_FORMS[form]).trace(params, rest, x)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("weight", [None, lambda model, x: x.sum()], ids=["equal", "weighted"])
 def test_no_tracer_in_a_module_survives(weight):
     f = nnx.value_and_grad(lambda model, x: jnp.square(model(x)).mean())
