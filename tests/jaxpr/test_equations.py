@@ -194,6 +194,13 @@ def test_every_record_names_parameters_of_its_primitive():
         ],
         lambda: jax.grad(pooled)(x),
         lambda: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 2, x),
+        lambda: jax.shard_map(
+            lambda x: jax.lax.psum(x, "a"),
+            mesh=jax.sharding.Mesh(jax.devices()[:2], "a"),
+            in_specs=jax.P("a"),
+            out_specs=jax.P(),
+            check_vma=False,
+        )(x),
     ]
     pooled = lambda x: jax.lax.reduce_window(
         x, -jnp.inf, jax.lax.max, (2, 2), (1, 1), "VALID"
