@@ -183,6 +183,28 @@ def test_the_rule_of_tune_that_is_involved(tmp_path):
     assert found.switches and all(name.startswith("the rule '") for name in found.switches)
 
 
+def test_a_scope_of_autocast(tmp_path):
+    """The error becomes visible in one scope, and comes from another."""
+
+    def f(x, a, b):
+        with jax.named_scope("first"):
+            y = x @ a  # 257.25, which 16 bits round to 257
+        with jax.named_scope("second"):
+            z = (y - 256.0) @ b
+        with jax.named_scope("third"):
+            return z, a @ a.T
+
+    a = jnp.array([[256.0, 1.0], [1.0, 256.0], [0.25, 0.25]])
+    args = jnp.ones((2, 3)), a, jnp.ones((2, 2))
+    cast = ft.autocast(f, "bfloat16", rules={"third": "float32"})
+    found = introspect.reduce(cast, args, "differs from plain JAX", tmp_path)
+    assert found.reproduced and found.switches == ("the scope 'first' of autocast",)
+    assert found.layer == "second" and ".astype(jnp.bfloat16)" in found.source
+    spared = ft.autocast(f, "bfloat16", rules={"first": "float32", "third": "float32"})
+    with pytest.raises(ValueError, match="does not fail"):
+        introspect.reduce(spared, args, "differs from plain JAX", tmp_path)
+
+
 def large(run, results):
     return any(np.abs(np.asarray(y)).max() > 1e3 for y in results)
 

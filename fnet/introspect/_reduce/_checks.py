@@ -120,7 +120,7 @@ def _plain_output(writing: Writing) -> bool:
 
 
 def _transformed(writing: Writing, predicate: Transformed) -> list[str]:
-    changed = predicate.changed(writing.program)
+    changed = predicate.changed(writing.program).opened()
     expected = writing.program.run()
     own = {id(x): name for name, x in zip(writing.inputs, writing.program.arrays)}
     lines, given = [], []

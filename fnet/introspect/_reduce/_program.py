@@ -86,6 +86,12 @@ class Program:
         kept = new.of(jaxpr.eqns, jaxpr.outvars, dict(zip(jaxpr.invars, values)))
         return new if kept is None else kept
 
+    def opened(self) -> Program:
+        """The program with the primitives of fnet written as those of JAX."""
+        closed = opened_calls(_jax.close(self.jaxpr))
+        jaxpr, values = _without_consts(closed, list(self.arrays))
+        return dataclasses.replace(self, jaxpr=jaxpr, arrays=values)
+
 
 def _function(jaxpr: Any) -> Callable[..., tuple]:
     closed = _jax.close(jaxpr)

@@ -38,7 +38,8 @@ class Reduced:
         iterations: in which iterations of which loops it failed, from the outside in.
         reproduced: whether the script was seen to fail in a process without fnet. None for a
             function of yours that the script cannot contain.
-        switches: the rules, or flags of the compiler, without which it does not fail.
+        switches: the rules of tune, scopes of autocast, or flags of the compiler, without which it
+            does not fail.
         versions: {version of jax: "fails", "does not fail", or why it could not be tried}.
         tried: the number of programs that were tried.
 
@@ -218,7 +219,7 @@ class _Reduction:
 
     def _switches(self, program: Program) -> tuple[str, ...]:
         if isinstance(self.judge, Transformed):
-            return _switches.rules(self.judge, program)
+            return _switches.parts(self.judge, program)
         return _switches.flags(self.folder / SCRIPT, self.judge, self.search.limits)
 
 

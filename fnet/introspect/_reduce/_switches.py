@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from fnet.introspect._reduce._environments import interpreter
 from fnet.introspect._reduce._predicates import Predicate, Transformed
 from fnet.introspect._reduce._program import Program
 from fnet.introspect._reduce._search import minimized, outcome_reason
+from fnet.transforms._autocast._autocast import of_part
 
 
 def parted(f: Callable, failing: Any, transform: Callable | None) -> tuple[Callable, Any]:
@@ -26,7 +26,7 @@ def parted(f: Callable, failing: Any, transform: Callable | None) -> tuple[Calla
         return step, Tuned(chip, [rule.name for rule in chosen])
     if (cast := getattr(f, "autocast", None)) is not None:
         plain, policy, rules = cast
-        return plain, functools.partial(ft.autocast, policy=policy, rules=rules)
+        return plain, Cast(policy, rules)
     return f, None
 
 
@@ -41,21 +41,38 @@ class Tuned:
         return ft.tune(f, self.chip, rules={n: False for n in known if n not in self.names})
 
 
-def rules(judge: Transformed, program: Program) -> tuple[str, ...]:
-    """Returns the rules of a tuned program without which its results are right."""
-    tuned = judge.transform
-    if not isinstance(tuned, Tuned):
+class Cast:
+    """`ft.autocast` with a policy and rules, except in some scopes, which stay in float32."""
+
+    def __init__(self, policy: Any, rules: tuple, spared: Sequence[str] = ()):
+        self.policy, self.rules, self.spared = policy, rules, spared
+
+    def __call__(self, f: Callable) -> Callable:
+        return of_part(f, self.policy, self.rules, self.spared)
+
+
+def parts(judge: Transformed, program: Program) -> tuple[str, ...]:
+    """Returns the rules of a tuned program, or the scopes of one in mixed precision, without which
+    its results are right."""
+    whole = judge.transform
+    if isinstance(whole, Tuned):
+        kind, names = "rule {!r} of tune", whole.names
+        some = lambda kept: Tuned(whole.chip, kept)
+    elif isinstance(whole, Cast):
+        kind, names = "scope {!r} of autocast", sorted({at.path for at in program.scopes} - {""})
+        some = lambda kept: Cast(whole.policy, whole.rules, [n for n in names if n not in kept])
+    else:
         return ()
 
     def wrong(kept: list[str]) -> bool:
         try:
-            return Transformed(Tuned(tuned.chip, kept), judge.bound).judge(program) is not None
+            return Transformed(some(kept), judge.bound).judge(program) is not None
         except Exception:
             return False
 
-    if not wrong(tuned.names) or wrong([]):
+    if not wrong(names) or wrong([]):
         return ()
-    return tuple(f"the rule {name!r} of tune" for name in minimized(tuned.names, wrong))
+    return tuple(f"the {kind.format(name)}" for name in minimized(names, wrong))
 
 
 def flags(script: Path, judge: Predicate, limits: Limits) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -91,6 +92,20 @@ def autocast(
 
     cast.autocast = f, policy, rules  # for explain
     return cast
+
+
+def of_part(f: Callable, policy: Policy, rules: tuple, spared: Iterable[str] = ()) -> Callable:
+    """Autocast of a part of a function, in which some of the function's rules have no scope.
+
+    Args:
+        f: the part.
+        policy, rules: as in the attribute `autocast` of what `autocast` returns.
+        spared: paths of scopes that stay in float32.
+    """
+    exactly = [f"{re.escape(path)}$" for path in spared]
+    before = [(pattern, compiled("autocast", pattern), F32) for pattern in exactly]
+    interpreter = _Autocast(policy, (*before, *rules))
+    return lambda *args: interpreter.run(f, args, {})
 
 
 def full_precision(f: Callable) -> Callable:
