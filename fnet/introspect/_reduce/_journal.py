@@ -11,8 +11,8 @@ from fnet._util import _files
 class Journal:
     """The outcomes of the candidates that were tried, in `journal.jsonl`.
 
-    A candidate is known by a digest of its program, its arguments and the predicate, so a journal
-    of another program does no harm.
+    A candidate is known by a digest of its program, its arguments and what is asked of it, so a
+    journal of another program, transform or tolerance does no harm.
     """
 
     def __init__(self, folder: Path):

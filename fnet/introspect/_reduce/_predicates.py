@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import secrets
 import textwrap
 import time
 from collections.abc import Callable, Iterable
@@ -50,6 +51,11 @@ class Predicate:
     def judge(self, program: Program) -> str | None:
         """Returns why the program fails, or None."""
         raise NotImplementedError
+
+    def question(self, program: Program) -> str:
+        """What is asked of a program, for the journal: all on which the answer depends but the
+        program itself."""
+        return self.name
 
     def step_by_step(self, program: Program) -> str | None:
         """Returns why a program fails whose equations are compiled one by one, if it only fails
@@ -136,6 +142,9 @@ class Differs(Predicate):
     def name(self) -> str:
         return f"differs from {self.other}"
 
+    def question(self, program: Program) -> str:
+        return f"{self.name} {self.bound}"
+
     def judge(self, program: Program) -> str | None:
         if self.other == "one device" and not any(map(is_spread, program.arrays)):
             return None
@@ -189,6 +198,13 @@ class Transformed(Predicate):
     transform: Callable
     bound: float | None = None
     name = "differs from plain JAX"
+
+    def question(self, program: Program) -> str:
+        try:
+            changed = _text(self.changed(program))
+        except Exception as failed:
+            changed = said(failed)
+        return f"{self.name} {self.bound} {changed}"
 
     def judge(self, program: Program) -> str | None:
         expected = program.run()
@@ -254,6 +270,14 @@ class Own(Predicate):
 
     function: Callable
     name: str = "your function"
+
+    def question(self, program: Program) -> str:
+        return f"{self.name} {self.source or self._only_here}"
+
+    @functools.cached_property
+    def _only_here(self) -> str:
+        """Of a function that may read anything, another call knows no answers."""
+        return secrets.token_hex()
 
     @property
     def written(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +48,8 @@ class Search:
 
     def judge(self, program: Program) -> str | None:
         """Returns why a program fails, or None."""
-        key = f"{self.predicate.name} {program.key}"
+        question = hashlib.sha256(self.predicate.question(program).encode()).hexdigest()
+        key = f"{self.predicate.name} {question[:16]} {program.key}"
         if key not in self.journal:
             self.tried += 1
             self.journal.add(key, self._judged(program))
