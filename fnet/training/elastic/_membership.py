@@ -43,12 +43,13 @@ class Round(NamedTuple):
         """
         if note is None:
             return cls(0, (), "", "")
-        if not isinstance(note, dict) or set(note) != set(cls._fields):
+        known, needed = set(cls._fields), set(cls._fields) - set(cls._field_defaults)
+        if not isinstance(note, dict) or not needed <= set(note) <= known:
             found = ", ".join(sorted(note)) if isinstance(note, dict) else repr(note)[:80]
             raise ValueError(
                 f"elastic: a round in the shared folder has the fields {found}; expected "
-                f"{', '.join(sorted(cls._fields))}. Another version of fnet, or another program, "
-                "wrote it: run one version of fnet on all hosts, or name a new folder"
+                f"{', '.join(cls._fields)}. Another version of fnet, or another program, wrote "
+                "it: run one version of fnet on all hosts, or name a new folder"
             )
         return cls(**{**note, "members": tuple(note["members"])})
 
