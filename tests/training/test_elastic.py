@@ -174,7 +174,7 @@ class Hosts:
 
     def wait(self, *lines):
         """Waits until all of these lines are in the log."""
-        until = time.monotonic() + 300  # other tests may need the machine
+        until = time.monotonic() + 120  # other tests may need the machine
         while not set(lines) <= set(self.log()):
             assert time.monotonic() < until, (lines, self.log())
             time.sleep(0.05)
@@ -207,7 +207,7 @@ def test_hosts_are_lost_join_and_leave(hosts):
     time.sleep(2 * PATIENCE)
     assert "began 0/1" not in hosts.log()  # two hosts were asked for
     third = hosts.start("--min-hosts=1")
-    until = time.monotonic() + 300  # other tests may need the machine
+    until = time.monotonic() + 120  # other tests may need the machine
     while len([line for line in hosts.log() if line.startswith("began")]) < 4:
         assert time.monotonic() < until, hosts.log()
         time.sleep(0.05)
