@@ -106,7 +106,7 @@ def test_the_strategy_chooses_the_mesh():
 
 def test_experts_lie_apart_by_themselves_if_nothing_else_fits():
     def large(experts):
-        model = nn.MixtureOfExperts(experts, 16384)
+        model = nn.MixtureOfExperts(experts, 15360)
         init = lambda key: {"params": model.init(key, jnp.zeros((1, 4096)))[0]}
 
         def step(state, x):
