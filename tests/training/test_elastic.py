@@ -107,6 +107,11 @@ def test_what_makes_a_new_round_due(notes, alive, expected):
     assert (found and (found.why, found.gently, found.failed)) == expected
 
 
+def test_a_round_needs_no_field_that_has_a_default():
+    note = {"number": 3, "members": ["a", "b"], "address": "a:1", "why": "b joined"}
+    assert Round.read(note) == Round(3, ("a", "b"), "a:1", "b joined")
+
+
 @pytest.mark.parametrize("note", [{"number": 3, "members": [], "era": "new"}, ["a"], 7])
 def test_a_round_of_another_version_names_its_fields(note):
     with pytest.raises(ValueError, match="run one version of fnet on all hosts, or name a new"):
