@@ -33,8 +33,8 @@ def cost(eqn: Any) -> Cost:
     groups FLOPs. In a convolution, multiplications with padding are counted, but not
     multiplications with the zeros that a transposed convolution inserts in its input. An
     elementwise operation costs one FLOP per output element, and a reduction one FLOP per input
-    element. If all inputs and outputs of an elementwise operation or a reduction are integers or
-    bools, the operation costs nothing.
+    element; a polynomial costs two for each power of its variable. If all inputs and outputs of an
+    elementwise operation or a reduction are integers or bools, the operation costs nothing.
     """
     name = eqn.primitive.name
     kind = traits(name).kind
@@ -52,6 +52,8 @@ def cost(eqn: Any) -> Cost:
     size = sum(_size(aval) for aval in outs)
     if kind == "transcendental":
         return Cost("transcendental", size)
+    if name == "polynomial":  # Horner's rule: a product and a sum for each power of x
+        return Cost("elementwise", 2 * (len(ins) - 2) * size if floating else 0)
     if kind == "elementwise" or name == "select_and_gather_add":
         return Cost("elementwise", size if floating else 0)
     if kind == "reduction":

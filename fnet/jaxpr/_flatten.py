@@ -6,6 +6,7 @@ operations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -171,11 +172,26 @@ def _scatter_sub(params: dict, outvars: list, x: Any, indices: Any, updates: Any
     return [lax.scatter_add(x, indices, lax.neg(updates), params["dimension_numbers"], **options)]
 
 
+def _log2(params: dict, outvars: list, x: Any) -> list:
+    y = lax.log(x, accuracy=params["accuracy"])
+    return [lax.mul(y, lax.full_like(y, 1 / math.log(2)))]
+
+
+def _polynomial(params: dict, outvars: list, x: Any, *coefficients: Any) -> list:
+    """Horner's rule, from the highest power down, as JAX computes it."""
+    y = coefficients[-1]
+    for c in reversed(coefficients[:-1]):
+        y = lax.add(lax.mul(y, x), c)
+    return [y]
+
+
 _SIMPLER: dict[str, Callable[..., list]] = {
     "mul": _mul,
     "scatter-sub": _scatter_sub,
     "square": lambda params, outvars, x: [lax.mul(x, x)],
     "one_minus_square": lambda params, outvars, x: [lax.sub(lax.full_like(x, 1), lax.mul(x, x))],
+    "log2": _log2,
+    "polynomial": _polynomial,
     "add_any": lambda params, outvars, x, y: [lax.add(x, y)],
     "squeeze": _reshape,
     "expand_dims": _reshape,

@@ -49,13 +49,13 @@ elementwise     arithmetic fused: add sub mul div neg abs sign max min clamp add
                                   lt le gt ge is_finite
 elementwise     -          fused: rem nextafter real imag complex conj reduce_precision and or xor not
                                   population_count clz shift_left shift_right_logical shift_right_arithmetic eq_to le_to
-                                  lt_to
+                                  lt_to polynomial?
 elementwise     power      fused: square integer_pow one_minus_square?
 elementwise     exact      fused: select_n
 transcendental  arithmetic fused: tanh logistic erf
 transcendental  -          fused: exp exp2 expm1 log log1p sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh
                                   pow sqrt rsqrt cbrt erfc erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a
-                                  zeta regularized_incomplete_beta bessel_i0e bessel_i1e
+                                  zeta regularized_incomplete_beta bessel_i0e bessel_i1e log2?
 reduction       arithmetic heavy: reduce_max reduce_min argmax argmin cummax cummin
 reduction       -          heavy: reduce_sum reduce_prod reduce_and reduce_or reduce_xor reduce cumsum cumprod
                                   cumlogsumexp

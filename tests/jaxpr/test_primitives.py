@@ -5,9 +5,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, primitives
 
 from fnet import jaxpr
 from fnet.jaxpr import _primitives
@@ -37,7 +38,41 @@ def test_every_name_of_the_table_is_a_primitive_of_jax():
         name for names in _primitives._REQUIRED for name in names
     }
     fnets = {primitive.name for primitive in _primitives._DESCRIPTIONS}
-    assert optional - fnets == {"one_minus_square"}
+    assert optional - fnets == {"log2", "one_minus_square", "polynomial"}
+
+
+def test_every_primitive_of_jax_is_in_the_table_or_known_to_be_absent():
+    """A version of JAX that adds one fails here, and not in a user's program."""
+    public = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
+    unknown = {name for name in public if jaxpr.traits(name).kind == "unknown"}
+    entered = {"cond", "custom_jvp_call", "custom_lin", "custom_vjp_call", "remat2", "scan"}
+    entered |= {"call", "closed_call", "eval_jaxpr", "jit", "while", "custom_linear_solve"}
+    opaque = {"approx_top_k", "ragged_all_to_all", "random_gamma", "rng_bit_generator"}
+    opaque |= {"eig", "eigh", "hessenberg", "householder_product", "qr", "schur", "svd"}
+    assert unknown <= entered | opaque | {"rng_uniform", "tridiagonal", "tridiagonal_solve"}
+
+
+@pytest.mark.skipif(not hasattr(lax, "polynomial_p"), reason="primitives since jax 0.12")
+def test_a_flat_program_has_no_polynomials_and_no_log2():
+    def f(x, a, b):
+        return lax.polynomial(jnp.log2(x), [a, 2.0, b]), lax.polynomial(b, [1.0] * 12, unroll=3)
+
+    x, a, b = jnp.full((2, 1), 3.0), jnp.ones((2, 3)), jnp.arange(1.0, 4)[None]
+    flat = jaxpr.flatten(jax.make_jaxpr(f)(x, a, b))
+    assert {"log2", "polynomial"}.isdisjoint(eqn.primitive.name for eqn in flat.eqns)
+    y = np.log2(3.0)
+    quadratic = np.broadcast_to(1 + 2 * y + np.arange(1, 4) * y * y, (2, 3))
+    geometric = sum(np.arange(1.0, 4)[None] ** k for k in range(12))
+    for got in (f(x, a, b), jax.core.eval_jaxpr(flat.jaxpr, flat.consts, x, a, b)):
+        np.testing.assert_allclose(got[0], quadratic, rtol=1e-6)
+        np.testing.assert_allclose(got[1], geometric, rtol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(lax, "polynomial_p"), reason="a primitive since jax 0.12")
+def test_the_cost_of_a_polynomial_counts_each_power():
+    f = lambda x: lax.polynomial(x, [1.0, 2.0, 3.0, 4.0])
+    (eqn,) = jax.make_jaxpr(f)(jnp.ones((2, 5))).eqns
+    assert jaxpr.cost(eqn)[:2] == ("elementwise", 2 * 3 * 10)
 
 
 def test_the_table_uses_the_words_of_its_documentation():

@@ -116,12 +116,17 @@ COLLECTIVE = {
     "psum": lambda x: x - lax.psum(x, "i"),  # without the check of what varies
 }
 
+NEW = {  # primitives since jax 0.12
+    "log2": lambda x: jnp.log2(x * x + 1),
+    "polynomial": lambda x: lax.polynomial(x, [1.0, -2.0, x.T]),
+}
 FLOAT32 = {
     "exp": jnp.exp,
     "exp2": jnp.exp2,
     "expm1": jnp.expm1,
     "log": lambda x: jnp.log(x * x + 1),
     "log1p": lambda x: jnp.log1p(x * x),
+    **(NEW if hasattr(lax, "log2_p") else {}),
     "pow": lambda x: (x * x + 1) ** jnp.float32(1.5),
     "sqrt": lambda x: jnp.sqrt(x * x + 1),
     "rsqrt": lambda x: lax.rsqrt(x * x + 1),

@@ -337,6 +337,9 @@ _SPELLERS: dict[str, Callable[..., list[str]]] = {
     ],
     "stack": lambda aval, *xs, axis: [f"jnp.stack([{', '.join(xs)}], {axis})"],
     "unstack": lambda aval, x, *, axis: [f"jnp.unstack({x}, axis={axis})"],
+    "polynomial": lambda aval, x, *coefficients, **options: _called(
+        "lax.polynomial", [x, f"[{', '.join(coefficients)}]"], options
+    ),
     "not": lambda aval, x, **_: [f"~{x}", f"lax.bitwise_not({x})"],
     "square": lambda aval, x, **_: [f"jnp.square({x})", f"lax.square({x})"],
     "integer_pow": _power,

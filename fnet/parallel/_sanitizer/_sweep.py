@@ -32,6 +32,7 @@ _DOMAINS = {
     "digamma": "positive",
     "lgamma": "positive",
     "log": "positive",
+    "log2": "positive",
     "pow": "positive",
     "rsqrt": "positive",
     "sqrt": "positive",
