@@ -7,6 +7,7 @@ or divided over devices, the primitive is JAX's own operation.
 
 - `convolution`, `convolution_p`, `form`: convolutions and their gradients.
 - `packed_product`, `packed_product_p`, `suits`: products with matrices of 4 or 8 bits.
+- `skinny_product`, `skinny_product_p`, `is_skinny`: products of a few rows and a large matrix.
 - `recurrence`, `recurrence_p`, `recurrence_form`, `supported`: recurrent layers and their gradients.
 - `library`, `Library`, `missing`: the compiled kernels, or the reason why there are none.
 """
@@ -15,12 +16,14 @@ from fnet.native._convolution import convolution, convolution_p, form
 from fnet.native._library import Library, library, missing
 from fnet.native._packed import packed_product, packed_product_p, suits
 from fnet.native._recurrent import recurrence, recurrence_form, recurrence_p, supported
+from fnet.native._skinny import is_skinny, skinny_product, skinny_product_p
 
 __all__ = [
     "Library",
     "convolution",
     "convolution_p",
     "form",
+    "is_skinny",
     "library",
     "missing",
     "packed_product",
@@ -28,6 +31,8 @@ __all__ = [
     "recurrence",
     "recurrence_form",
     "recurrence_p",
+    "skinny_product",
+    "skinny_product_p",
     "suits",
     "supported",
 ]

@@ -34,6 +34,7 @@ FLAGS = (
 HANDLERS = (  # the symbols that the sources export
     "fnet_convolution",
     "fnet_packed",
+    "fnet_skinny",
     "fnet_lstm",
     "fnet_lstm_gradient",
     "fnet_gru",

@@ -1,5 +1,5 @@
-// Runs the convolution kernels on threads of the standard library, to be built with a sanitizer, and
-// compares them with loops. Arrays have their exact sizes, so that the address sanitizer sees each access
+// Runs the kernels of convolutions and of products of a few rows on threads of the standard library, to be
+// built with a sanitizer, and compares them with loops. Arrays have their exact sizes, so that the address sanitizer sees each access
 // beyond an end.
 //
 //   sanitize SEED CASES    prints what differs; the exit code is 1 if anything does
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "convolution.h"
+#include "skinny.h"
 
 using fnet::bfloat16;
 using fnet::convolution::Geometry;
@@ -190,6 +191,28 @@ bool check(Random& random, fnet::Pool& pool, int kind) {
   return false;
 }
 
+template <class Weight>
+bool check_product(Random& random, fnet::Pool& pool) {
+  const int64_t rows = draw(random, 0, 20), inputs = draw(random, 0, 90);
+  const int64_t outputs = draw(random, 0, draw(random, 0, 1) ? 20 : 600);
+  const bool wide = draw(random, 0, 1) != 0;
+  const auto x = values<float>(random, rows * inputs, draw(random, 0, 3) == 0);
+  const auto w = values<Weight>(random, inputs * outputs, false);
+  std::vector<float> y(static_cast<size_t>(rows * outputs), 7);
+  std::vector<double> reference(y.size(), 0.0);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t n = 0; n < outputs; n++)
+      for (int64_t k = 0; k < inputs; k++)
+        reference[static_cast<size_t>(r * outputs + n)] +=
+            static_cast<double>(x[static_cast<size_t>(r * inputs + k)]) *
+            fnet::widen(w[static_cast<size_t>(wide ? k * outputs + n : n * inputs + k)]);
+  fnet::skinny_product<Weight>(pool, {rows, inputs, outputs, x.data(), w.data(), y.data()}, wide);
+  if (near(y, reference)) return true;
+  std::printf("wrong product: [%ld, %ld] and %ld outputs, wide %d\n", static_cast<long>(rows),
+              static_cast<long>(inputs), static_cast<long>(outputs), wide);
+  return false;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -201,6 +224,10 @@ int main(int argc, char** argv) {
   for (int i = 0; i < std::atoi(argv[2]); i++) {
     fnet::Pool& pool = i % 2 ? static_cast<fnet::Pool&>(many) : alone;
     const int kind = i / 2 % 2;
+    if (i % 5 == 4) {
+      wrong += i % 2 ? !check_product<float>(random, pool) : !check_product<bfloat16>(random, pool);
+      continue;
+    }
     switch (i / 4 % 3) {
       case 0: wrong += !check<float, float>(random, pool, kind); break;
       case 1: wrong += !check<bfloat16, float>(random, pool, kind); break;

@@ -194,6 +194,9 @@ TUNE = {
     "max_pool": Form(pooled, IMAGES, tuned("max_pool")),
     "max_pool_gradient": Form(gradient(pooled), IMAGES, tuned("max_pool_gradient")),
     "native_convolution": Form(convolution(64), draw(4, 8, 8, 64), tuned("native_convolution")),
+    "native_product": Form(
+        lambda x: x @ draw(256, 257), draw(4, 256), tuned("native_product"), 1e-5
+    ),
     "native_recurrence": Form(recurrent, draw(4, 16, 3), tuned("native_recurrence")),
     "depthwise_convolution": Form(convolution(4, 4), IMAGES, tuned("depthwise_convolution")),
     "grouped_convolution": Form(convolution(4, 2), IMAGES, tuned("grouped_convolution")),

@@ -73,6 +73,7 @@ def test_every_rule_fires_somewhere(monkeypatch):
     made += [
         (lambda x, w: lax.conv(x, w, (1,), "SAME"), (jnp.ones((8, 64, 64)), jnp.ones((64, 64, 3))))
     ]
+    made += [(lambda x, w: x @ w, (jnp.ones((4, 256)), jnp.ones((256, 256))))]
     expected = {name for name in NAMES if native.library() or not name.startswith("native")}
     assert set().union(*(fired(step, *args, rules=EVERY) for step, args in made)) == expected
 
@@ -268,8 +269,8 @@ def test_explain_is_a_table():
     step, args = mlp()
     text = str(ft.explain(jax.jit(ft.tune(step, rules=EVERY)), *args))
     assert re.search(
-        r"equations rewritten; not fired: summed_products, bfloat16_products, max_pool, max_pool_gradient, "
-        "native_convolution, native_recurrence, depthwise_convolution, grouped_convolution, "
+        r"equations rewritten; not fired: summed_products, native_product, bfloat16_products, max_pool, "
+        "max_pool_gradient, native_convolution, native_recurrence, depthwise_convolution, grouped_convolution, "
         "small_input, dilated_input, "
         "convolution_gradient, kernel_layout, convolution_kernels, convolution_library",
         text,

@@ -18,6 +18,7 @@ ELSEWHERE = (
     "bfloat16_products",  # test_tune_bfloat16
     "convolution_library",  # test_tune_library
     "native_convolution",  # test_tune_native
+    "native_product",  # native/test_skinny_product
     "native_recurrence",  # native/test_recurrent_kernels
     "summed_products",  # test_tune_accumulated
 )

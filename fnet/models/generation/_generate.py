@@ -333,13 +333,12 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
 
 
 def decoder(model):
-    """Returns a function (params, tokens, cache) -> (logits, cache), which is tuned for a GPU or
-    TPU."""
+    """Returns a function (params, tokens, cache) -> (logits, cache), which is tuned."""
 
     def decode(params, tokens, cache):
         return reading(model, params)(params, tokens, state=cache)
 
-    return ft.tune(decode) if jax.default_backend() in ("gpu", "tpu") else decode
+    return ft.tune(decode)
 
 
 def reading(model, params):

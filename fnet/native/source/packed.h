@@ -206,11 +206,7 @@ void long_tile(const Packed& p, const Code& code, const float* split, int64_t ro
   FNET_UNROLL
   for (int r = 0; r < R; r++)
     FNET_UNROLL
-    for (int j = 0; j < N; j++) {
-      float sum = 0;
-      for (int i = 0; i < WIDTH; i++) sum += total[r][j][i];
-      p.y[(row + r) * p.outputs + n + j] = sum;
-    }
+    for (int j = 0; j < N; j++) p.y[(row + r) * p.outputs + n + j] = fnet::total(total[r][j]);
 }
 
 template <class Code, int R>

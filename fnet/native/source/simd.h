@@ -86,6 +86,19 @@ FNET_INLINE void store(float* to, Floats vector, int64_t count) {
 }
 #endif
 
+#if defined(__AVX512F__)
+FNET_INLINE float total(Floats vector) { return _mm512_reduce_add_ps(vector); }
+#else
+FNET_INLINE float total(Floats vector) {
+  float sums[WIDTH];
+  store(sums, vector);
+  FNET_UNROLL
+  for (int half = WIDTH / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+  return sums[0];
+}
+#endif
+
 // ---- bfloat16: widened to float32, and rounded to the nearest (ties to even; a NaN becomes quiet)
 
 FNET_INLINE float widen(float value) { return value; }

@@ -32,7 +32,7 @@ from fnet.transforms._tune._convolutions import (
     small_input,
 )
 from fnet.transforms._tune._layout import transposed
-from fnet.transforms._tune._native import native_convolution, native_recurrence
+from fnet.transforms._tune._native import native_convolution, native_product, native_recurrence
 
 F32 = jnp.dtype("float32")
 LARGE = 1 << 19  # minimum elements of a product's operand; for smaller ones, XLA is equally fast
@@ -298,6 +298,12 @@ RULES = (
         None,
         "a product that a loop adds up is computed once, after the loop",
         evaluate=summed_products,
+    ),
+    Rule(
+        "native_product",
+        ("dot_general",),
+        native_product,
+        "fnet's own kernel, which reads the matrix once",
     ),
     Rule("products", ("dot_general",), products, "its operands are computed before it reads them"),
     Rule(

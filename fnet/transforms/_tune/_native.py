@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fnet import jaxpr, native
 from fnet.hardware._cpu import read_cpu
 from fnet.hardware._onednn import onednn
+from fnet.jaxpr import Value
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 WORK = 1 << 20  # minimum multiplications of a convolution for a call of a kernel
@@ -68,6 +70,38 @@ def native_recurrence(eqn, inputs):
     if not native.library():
         return None
     return native.recurrence(eqn, [value.x for value in inputs])
+
+
+class Flipped(Value):
+    """A transposed view of the matrix `source`, which can be read without a computation."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, x, source):
+        super().__init__(x, True)
+        self.source = source
+
+
+def view(eqn, value, x):
+    """Returns x, a view of `value` that the equation makes."""
+    flips = eqn.primitive.name == "transpose" and np.ndim(value.x) == 2
+    if flips and jaxpr.options(eqn).permutation == (1, 0):
+        return Flipped(x, value.x)
+    return Value(x, True)
+
+
+def native_product(eqn, inputs):
+    """Computes the product of a few rows and a matrix of parameters by a kernel in C++."""
+    (left, right), batch = jaxpr.product(eqn).dimensions
+    x, matrix, out = inputs[0].x, inputs[1], eqn.outvars[0].aval.dtype
+    if any(batch) or left != (x.ndim - 1,) or matrix.note is not True or out not in (F32, BF16):
+        return None
+    if np.ndim(matrix.x) != 2 or not native.is_skinny(x, matrix.x) or not native.library():
+        return None
+    wide = right == (0,)
+    if isinstance(matrix, Flipped):
+        return [native.skinny_product(x, matrix.source, wide=not wide, out=out)]
+    return [native.skinny_product(x, matrix.x, wide=wide, out=out)]
 
 
 def _cores() -> float:

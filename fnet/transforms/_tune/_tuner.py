@@ -10,6 +10,7 @@ from fnet import jaxpr
 from fnet.jaxpr import Interpreter, Value, plain, restore
 from fnet.transforms._tune import _cpu
 from fnet.transforms._tune._layout import followed
+from fnet.transforms._tune._native import view
 
 
 class Fired(NamedTuple):
@@ -103,7 +104,7 @@ class Tuner(Interpreter):
         if eqn.primitive.name in _cpu.VIEWS and (
             inputs[0].note is True or np.ndim(inputs[0].x) == 0
         ):
-            return [Value(y.x, True) for y in plain(eqn, inputs)]
+            return [view(eqn, inputs[0], y.x) for y in plain(eqn, inputs)]
         if eqn.primitive.name == "rev":
             axes = frozenset(jaxpr.options(eqn).dimensions)
             return [Value(y.x, axes) for y in plain(eqn, inputs)]
