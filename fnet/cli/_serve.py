@@ -99,6 +99,14 @@ def define(commands: Any) -> None:
         "most 1024)",
     )
     serve.add_argument(
+        "--warm",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="compile the programs for texts of up to so many tokens before the first request "
+        "(default: when a request needs them)",
+    )
+    serve.add_argument(
         "--dtype",
         help="dtype to which the weights in folders are cast, such as float32 (default: theirs)",
     )
@@ -132,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         assume_independent_rows=args.assume_independent_rows,
         slots=args.slots,
         context=args.context,
+        warm=args.warm,
         dtype=args.dtype,
         adapters=dict(map(_adapter, args.adapters)),
     )

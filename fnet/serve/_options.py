@@ -47,6 +47,9 @@ class Options:
             `serve.Engine`. Default 8.
         context: the maximum number of tokens of a prompt and its answer together. Default None:
             that of the model, at most 1024.
+        warm: texts of up to so many tokens, prompts included, find their programs compiled; the
+            server answers when they are. Default 0: programs are compiled when a request needs
+            them.
         dtype: the dtype to which the weights in folders are cast, such as "float32", which can be
             faster on a CPU than "bfloat16". Default None: the dtypes of the files.
         adapters: LoRA adapters for the one language model that is served from a folder, {name:
@@ -76,6 +79,7 @@ class Options:
     assume_independent_rows: bool = False
     slots: int = 8
     context: int | None = None
+    warm: int = 0
     dtype: str | None = None
     adapters: Mapping[str, str | os.PathLike] = dataclasses.field(default_factory=dict)
 
@@ -98,6 +102,8 @@ class Options:
             raise ValueError(
                 f"serve: context={self.context}: expected at least 2, for a prompt and an answer"
             )
+        if self.warm < 0:
+            raise ValueError(f"serve: warm={self.warm}: expected a number of tokens, or 0")
         if self.token is not None and (not self.token.isascii() or len(self.token) < 8):
             raise ValueError("serve: expected a token of at least 8 ASCII characters")
         for name, sizes in self.pad.items():

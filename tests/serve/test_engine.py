@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fnet import compress, models
-from fnet.serve._engine import _cache, _loop, _prefix, _table
+from fnet.serve._engine import _cache, _loop, _prefix, _programs, _table
+from fnet.serve._engine._prompt import Plan
 
 pytestmark = pytest.mark.usefixtures("quickly")
 LENGTHS = 3, 33, 2, 12, 33  # a prompt of 33 tokens has a block of 32 before its last token
@@ -132,6 +133,38 @@ def test_several_tokens_at_once(monkeypatch):
     stop = expected[0][10]
     [text] = engine.generate(prompts[:1], max_tokens=30, temperature=0, stop=(stop,))
     assert text.tokens == expected[0][: expected[0].index(stop)] and text.finish_reason == "stop"
+
+
+def test_a_warm_engine_compiles_nothing_for_its_requests(monkeypatch):
+    monkeypatch.setattr(_table, "SHORTEST", 16)
+    monkeypatch.setattr(_loop, "_HURRY", np.inf)
+    model, params = engines.start("grouped queries")
+    engine = engines.engine(model, params, slots=3)
+    with pytest.raises(ValueError, match=r"warm: tokens=65 exceeds the context of 64"):
+        engine.warm(65)
+    engine.warm(64)
+    compiled = [f._cache_size() for f in (_programs.advance, _programs.read)]
+    engine._loop._pace = 0
+    prompts = engines.prompts(3, 9, 17, 40)
+    texts = engine.generate(prompts, max_tokens=24, temperature=0)
+    assert [f._cache_size() for f in (_programs.advance, _programs.read)] == compiled
+    for prompt, text in zip(prompts, texts):
+        assert text.tokens == engines.alone(model, params, prompt, 24)
+
+
+def test_pieces_of_prompts_are_padded_by_at_most_half():
+    plan = Plan(None, None, None, 128, True, False)
+    assert plan.sizes() == [16, 24, 32, 48, 64, 96, 128]
+    assert [plan.size(n) for n in (1, 17, 65, 97, 300)] == [
+        (1, 16),
+        (17, 24),
+        (65, 96),
+        (97, 128),
+        (128, 128),
+    ]
+    assert Plan(None, None, None, 100, True, False).sizes()[-2:] == [96, 100]
+    cut = Plan(None, None, None, 8, False, False)
+    assert cut.sizes() == [1, 2, 4, 8] and cut.size(7) == (4, 4)
 
 
 @pytest.mark.exhaustive

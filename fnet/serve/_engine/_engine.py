@@ -51,7 +51,7 @@ class Engine:
     tokens, as the running requests need, rounded up to powers of two. Pages of keys and values, which
     have to be gathered for each token, take 2.0 to 2.7 times as long in an attention layer on a CPU
     (`python -m benchmarks.engine --pages`); the beginnings that prompts share are blocks of 32
-    tokens, which are copied into the row. Each size is compiled when it is first needed.
+    tokens, which are copied into the row. Each size is compiled when it is first needed, or by `warm`.
 
     Args:
         model: a model with a cache: GPT, Decoder, LSTMLanguageModel or one of your own, as for
@@ -245,6 +245,27 @@ class Engine:
             if request.error is not None:
                 raise RuntimeError(f"generate: prompt {i} has failed") from request.error
         return results
+
+    def warm(self, tokens: int | None = None) -> None:
+        """Compiles the programs for texts of up to `tokens` tokens, prompts included, so that no
+        request waits for the compiler. With a `compilation cache
+        <https://docs.jax.dev/en/latest/persistent_compilation_cache.html>`_, later processes read
+        them.
+
+        Args:
+            tokens: as for `context`. Default: that of the engine.
+
+        Raises:
+            ValueError: tokens exceeds the engine's context.
+        """
+        tokens = _checks.integer("warm: tokens", self.context if tokens is None else tokens, 1)
+        if tokens > self.context:
+            raise ValueError(
+                f"warm: tokens={tokens} exceeds the context of {self.context}; create the engine "
+                "with a larger context="
+            )
+        with self._turns:
+            self._loop.warm(tokens)
 
     def step(self) -> bool:
         """Takes one turn: at most `chunk` tokens of prompts, and one token of each text that runs.

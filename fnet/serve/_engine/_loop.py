@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet.serve._engine import _sampling
+from fnet.serve._engine import _cache, _sampling
 from fnet.serve._engine._prefix import Prefixes
 from fnet.serve._engine._prompt import Plan, Prompt
 from fnet.serve._engine._queue import Queue
@@ -107,6 +107,28 @@ class Loop:
             seconds = (time.perf_counter() - began) / steps
             self._pace = min(seconds, self._pace * 0.8 + seconds * 0.2)
         return busy
+
+    def warm(self, tokens: int) -> None:
+        """Compiles what texts of up to `tokens` tokens need, by running it on empty rows."""
+        rows, lengths = self.table.sizes(tokens)
+        for length in lengths:
+            row = self.plan.empty(1, length)
+            for size in self.plan.sizes():
+                row = self.plan.read(jnp.zeros(1, jnp.int32), np.zeros((1, size), np.int32), 1, row)
+            for count in rows:
+                cache, free = self.plan.empty(count, length), _sampling.no_rows(rows=count)
+                cache = _cache.put(cache, row, jnp.asarray(0, jnp.int32), layout=self.plan.layout)
+                self._warm_step(free, cache)
+        jax.block_until_ready(row)
+
+    def _warm_step(self, rows: _sampling.Rows, cache: Any) -> None:
+        nobody = jnp.zeros(len(rows.last), bool)
+        if self._advance is None:
+            logits, cache = self._decode(rows.adapters, rows.last, cache)
+            _sampling.picked(logits, rows, nobody, None, None)
+            return
+        for turns in (1, _SEVERAL):
+            rows, _, cache, _ = self._advance(rows, nobody, None, cache, turns=turns)
 
     def _read_prompts(self) -> bool:
         """Computes at most `chunk` tokens of prompts."""

@@ -120,4 +120,5 @@ def read(
     """Returns the cache of one row with the first `length` [1] of the tokens [1, size]. XLA removes
     the unused logits."""
     chosen = _adapters.for_rows(params, adapters)
-    return _generate.reading(model, chosen)(chosen, tokens, lengths=length, state=cache)[1]
+    reading = ft.tune(_generate.reading(model, chosen))
+    return reading(chosen, tokens, lengths=length, state=cache)[1]

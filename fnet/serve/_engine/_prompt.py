@@ -27,7 +27,8 @@ class Plan(NamedTuple):
         model, params: unstacked.
         layout: of the model's cache.
         chunk: the largest number of tokens of a piece.
-        padded: whether a piece may be padded to a power of two. If not, it is cut into powers of two.
+        padded: whether a piece may be padded, to a power of two or three quarters of one. If not, it
+            is cut into powers of two.
         same_pieces: whether the pieces must not depend on what the prefix cache has.
     """
 
@@ -44,7 +45,24 @@ class Plan(NamedTuple):
         if not self.padded:
             count = 1 << (count.bit_length() - 1)
             return count, count
-        return count, min(max(_SMALLEST, 1 << (count - 1).bit_length()), self.chunk)
+        return count, next((size for size in self.sizes() if size >= count), self.chunk)
+
+    def empty(self, rows: int, length: int) -> Any:
+        """Returns an empty cache."""
+        return _cache.empty(self.params, model=self.model, rows=rows, length=length)
+
+    def read(self, adapters: jax.Array, piece: np.ndarray, count: int, row: Any) -> Any:
+        """Returns the cache `row` after the first `count` tokens of a piece [1, size]."""
+        counts = jnp.asarray([count], jnp.int32)
+        return _programs.read(self.model, self.params, adapters, jnp.asarray(piece), counts, row)
+
+    def sizes(self) -> list[int]:
+        """How many tokens may be computed at a time."""
+        least = _SMALLEST if self.padded else 1
+        powers = [least << i for i in range((self.chunk // least).bit_length() + 1)]
+        between = [3 * power // 4 for power in powers[1:]] if self.padded else []
+        last = [self.chunk] if self.padded else []
+        return sorted({size for size in (*powers, *between, *last) if size <= self.chunk})
 
 
 class Prompt:
@@ -64,7 +82,7 @@ class Prompt:
         self._plan, self._prefixes = plan, prefixes
         self._tokens = request.prompt[:-1]
         self._adapters = jnp.asarray([adapter], jnp.int32)
-        self.row = _cache.empty(plan.params, model=plan.model, rows=1, length=length)
+        self.row = plan.empty(1, length)
         self._last_block: Block | None = None
         if prefixes is not None:
             self._last_block = prefixes.root(request.adapter)
@@ -86,14 +104,7 @@ class Prompt:
         count, size = plan.size(len(self._tokens) - self.count)
         piece = np.zeros((1, size), np.int32)
         piece[0, :count] = self._tokens[self.count : self.count + count]
-        self.row = _programs.read(
-            plan.model,
-            plan.params,
-            self._adapters,
-            jnp.asarray(piece),
-            jnp.asarray([count], jnp.int32),
-            self.row,
-        )
+        self.row = plan.read(self._adapters, piece, count, self.row)
         self.count += count
         self._remember()
 

@@ -20,7 +20,7 @@ from fnet.serve._engine._prompt import Prompt
 from fnet.serve._engine._request import Request
 
 SHORTEST = 128  # tokens for which a table has room at least
-_PATIENCE = 32  # turns for which a smaller table must do before it is made smaller
+_PATIENCE = 8  # turns for which a smaller table must do before it is made smaller
 
 
 def rounded(size: int, least: int, most: int) -> int:
@@ -76,6 +76,15 @@ class Table:
     def most_bytes(self) -> int:
         """The bytes of the largest table."""
         return self.slots * self._layout.row_bytes(self._context)
+
+    def sizes(self, tokens: int) -> tuple[list[int], list[int]]:
+        """Returns (the numbers of rows, the lengths) of the tables in which texts of up to `tokens`
+        tokens run."""
+        (least, shortest), longest = self._least, self.room(tokens)
+        powers = [1 << i for i in range(longest.bit_length() + 1)]
+        lengths = {rounded(size, shortest, longest) for size in powers}
+        rows = [1 << i for i in range(self.slots.bit_length() + 1)]
+        return sorted({rounded(size, least, self.slots) for size in rows}), sorted(lengths)
 
     def leave(self) -> None:
         """Frees the rows of requests that have ended, or whose last token is on its way."""

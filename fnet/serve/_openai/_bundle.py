@@ -106,6 +106,8 @@ def language(name: str, bundle: Bundle, options: Options) -> Language:
         stop=tokenizer.stop,
         queue=options.max_queue,
     )
+    if options.warm:
+        engine.warm(options.warm)
     return Language(name, engine, tokenizer, engine.context)
 
 

@@ -68,6 +68,8 @@ def open_folder(
         stop=tokenizer.stop,
         queue=options.max_queue,
     )
+    if options.warm:
+        engine.warm(options.warm)
     return Language(name, engine, tokenizer, engine.context, adapters)
 
 
