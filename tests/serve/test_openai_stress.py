@@ -110,7 +110,7 @@ def test_thousands_of_requests_get_their_answers_in_flat_memory(folder):
     tokenizer = models.read_tokenizer(folder)
     texts = prompts()
     want = wanted(model, params, tokenizer, texts)
-    with serving(folder, "--context", 256, "--timeout", 120) as (port, process):
+    with serving(folder, "--context", 256, "--warm", 256, "--timeout", 120) as (port, process):
         with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
             memory = []
             for part in range(4):
