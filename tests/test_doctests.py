@@ -39,6 +39,7 @@ IMPORTED = {
 NEEDS = {
     "fnet.export._web.web": ("onnx", "onnxruntime"),
     "fnet.hardware._history.plot": ("matplotlib",),
+    "fnet.models.evaluation._lm_eval.lm_eval_model": ("lm_eval",),
     "fnet.models.tokenizers._tokenizers.HuggingFaceTokenizer": ("tokenizers",),
     "fnet.models.tokenizers._wordpiece.WordPiece": ("tokenizers",),
     "fnet.models.weights._gguf.load_gguf": ("gguf",),

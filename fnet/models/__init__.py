@@ -5,6 +5,8 @@ from fnet.models._blocks import unstack
 from fnet.models._cnn import CNN
 from fnet.models._mlp import MLP
 from fnet.models._model import Model
+from fnet.models.evaluation._lm_eval import lm_eval_model
+from fnet.models.evaluation._score import Score, perplexity, score
 from fnet.models.generation._beam import Beams, beam_search
 from fnet.models.generation._generate import Generated, generate, padded
 from fnet.models.generation._stream import stream, stream_text
@@ -79,6 +81,7 @@ __all__ = [
     "ResNet",
     "ResNet9",
     "Roberta",
+    "Score",
     "TreeLSTM",
     "Trees",
     "ViT",
@@ -87,10 +90,13 @@ __all__ = [
     "beam_search",
     "chat",
     "generate",
+    "lm_eval_model",
     "pack_trees",
     "padded",
+    "perplexity",
     "pretrained",
     "read_tokenizer",
+    "score",
     "sentence_embedding",
     "stream",
     "stream_text",

@@ -78,7 +78,9 @@ class Model(nn.Layer):
 class LanguageModel(Model):
     """A language model. Subclasses define `_body(scope, tokens, lengths, segments)`, which returns
     the head, the head's scope, and the head's input [batch, time, width]. The head is an
-    `nn.Dense`, or an `nn.Embed` for tied logits."""
+    `nn.Dense`, or an `nn.Embed` for tied logits. PACKS says whether the model takes `segments`."""
+
+    PACKS: ClassVar[bool] = True
 
     def forward(
         self,
@@ -88,9 +90,19 @@ class LanguageModel(Model):
         segments: jax.Array | None = None,
     ) -> Any:
         head, at, x = self._body(scope, tokens, lengths, segments)
+        return self._logits(head, at, x)
+
+    def _logits(self, head, at, x):
         logits = head.attend(at, x) if isinstance(head, nn.Embed) else head(at, x)
         softcap = getattr(self, "logit_softcap", None)
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+    @nn.method
+    def reduced(self, scope: nn.Scope, tokens, reduce, lengths=None, segments=None):
+        """Returns `reduce(x, logits_of)`, where x is the input [batch, time, width] of the head and
+        `logits_of` computes the logits of any part of it, so that they need not all be in memory."""
+        head, at, x = self._body(scope, tokens, lengths, segments)
+        return reduce(x, lambda x: self._logits(head, at, x))
 
     @nn.method
     def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None, segments=None):

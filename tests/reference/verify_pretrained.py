@@ -228,6 +228,7 @@ import verify_entrances  # noqa: E402, F401
 import verify_families  # noqa: E402, F401
 import verify_generation  # noqa: E402, F401
 import verify_gguf  # noqa: E402, F401
+import verify_lm_eval  # noqa: E402, F401
 import verify_summary  # noqa: E402, F401
 import verify_text  # noqa: E402, F401
 import verify_tokenizers  # noqa: E402, F401

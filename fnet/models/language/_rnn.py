@@ -48,6 +48,8 @@ class LSTMLanguageModel(LanguageModel):
         "zaremba-large": dict(vocab_size=10000, width=1500, dropout=0.65),
     }
 
+    PACKS: ClassVar = False
+
     vocab_size: int
     width: int
     depth: int = 2

@@ -49,7 +49,7 @@ class LlamaBPE:
     ([b'<s>', b' ', b'ab'], 'ab')
     """
 
-    stop = (_BEGIN, _END)
+    bos, eos, stop = _BEGIN, _END, (_BEGIN, _END)
 
     def __init__(self, pieces: Sequence[bytes], scores: Sequence[float]):
         self.pieces, self.scores = tuple(pieces), tuple(scores)

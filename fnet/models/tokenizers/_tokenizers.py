@@ -143,7 +143,8 @@ class HuggingFaceTokenizer:
 
     `encode` returns the tokens of the whole text, whatever padding and truncation the file sets.
     The string of a special or added token within a text is encoded as that token. `stop` contains
-    the eos_token.
+    the eos_token. `bos` and `eos` are the tokens that tokenizer_config.json calls bos_token and
+    eos_token, or None.
 
     Args:
         path: one of these files. Related files in the same folder are also read.
@@ -205,6 +206,10 @@ class HuggingFaceTokenizer:
             and (description.get("model") or {}).get("type") != "BPE"
         )
         self.stop = tuple(dict.fromkeys(number for number in (*ends, *more) if number is not None))
+        named = (_tokenizer_config._content(config.get(f"{name}_token")) for name in ("bos", "eos"))
+        self.bos, self.eos = (
+            None if token is None else self._tokenizer.token_to_id(token) for token in named
+        )
 
     @property
     def vocab_size(self) -> int:

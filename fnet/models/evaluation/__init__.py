@@ -1,0 +1,1 @@
+"""Evaluation of language models: log-likelihoods, perplexity, and lm-evaluation-harness."""
