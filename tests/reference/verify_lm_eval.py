@@ -108,7 +108,7 @@ def score_against_transformers():
             start = np.array([text[:3]], np.int32)
             out = models.generate(model, params, start, max_tokens=8, temperature=0)
             texts.append([*text[:3], *np.asarray(out.tokens[0]).tolist()])
-        pairs = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in texts[40:]]
+        pairs = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in texts[:40]]
         pairs += [(text[:3], text[3:]) for text in texts[40:] if len(text) > 3]
         found, answers = models.score(model, params, texts), models.score(model, params, pairs)
         error = 0.0
