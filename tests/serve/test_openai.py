@@ -311,8 +311,9 @@ WRONG = [
         "unknown field messages[0].'mood'",
         "messages[0].mood",
     ),
-    ({"response_format": {"type": "json_object"}}, "structured output is not", "response_format"),
-    ({"logit_bias": {"5": 1}}, "biases of tokens are not supported", "logit_bias"),
+    ({"response_format": {"type": "xml"}}, "response_format: expected {", "response_format"),
+    ({"logit_bias": {"5": 101}}, "logit_bias: expected a number from -100 to 100", "logit_bias"),
+    ({"logit_bias": {"a": 1}}, 'expected tokens as names, such as {"50256"', "logit_bias"),
     ({"store": True}, "store: this server keeps nothing", "store"),
     ({"functions": []}, "functions have been replaced by tools", "functions"),
     ({"top_logprobs": 2}, "top_logprobs: expected logprobs as true, too", "top_logprobs"),
@@ -321,7 +322,11 @@ WRONG = [
     ({"chat_template_kwargs": {"mood": 1}}, "has no variable 'mood'", "chat_template_kwargs"),
     ({"reasoning_effort": "low"}, "no variable 'reasoning_effort'", "reasoning_effort"),
     ({"tools": [{"type": "search"}]}, "tools[0]: expected", "tools"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "a call cannot be forced", "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": "any"},
+        "tool_choice: expected 'auto', 'none'",
+        "tool_choice",
+    ),
     ({"model": None}, "model: expected the id of a model", "model"),
 ]
 

@@ -142,14 +142,14 @@ LLAMA = (
 
 
 def test_the_form_of_calls_is_known_by_the_template():
-    assert _tools.reader(TEMPLATES["qwen-3"][0]) is _tools.Tagged
-    assert _tools.reader(LLAMA) is _tools.Whole
-    assert _tools.reader("{{ tools }}[TOOL_CALLS] arguments") is _tools.Whole
+    assert _tools.form(TEMPLATES["qwen-3"][0]).reader is _tools.Tagged
+    assert _tools.form(LLAMA).reader is _tools.Whole
+    assert _tools.form("{{ tools }}[TOOL_CALLS] arguments").reader is _tools.Whole
     for other in ("<tool_call> arguments <function=f>", "[TOOL_CALLS]f[ARGS]{}", "<tools>", ""):
         with pytest.raises(Wrong, match="of no known form, so they cannot be read; known are JSON"):
-            _tools.reader("{{ tools }}" + other)
+            _tools.form("{{ tools }}" + other)
     with pytest.raises(Wrong, match="has no tools"):
-        _tools.reader(TEMPLATES["chatml"][0])
+        _tools.form(TEMPLATES["chatml"][0])
 
 
 def test_a_call_has_an_id_that_templates_of_mistral_accept():

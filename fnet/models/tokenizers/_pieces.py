@@ -5,13 +5,38 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fnet.models.tokenizers._llama_bpe import LlamaBPE
 from fnet.models.tokenizers._tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"  # the space of SentencePiece
+
+
+class Pieces(NamedTuple):
+    """The bytes of all tokens, and those tokens that are no part of a text, such as its end."""
+
+    bytes: list[bytes]
+    special: frozenset[int]
+
+
+def pieces(tokenizer: Any) -> Pieces:
+    """Returns the bytes of each token of a vocabulary.
+
+    >>> from fnet import models
+    >>> pieces(models.CharTokenizer("ab"))
+    Pieces(bytes=[b'a', b'b'], special=frozenset())
+    """
+    special, size = set(tokenizer.stop), tokenizer.vocab_size
+    if isinstance(tokenizer, LlamaBPE):
+        special |= {0, 1, 2}  # <unk>, <s>, </s>
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        added = tokenizer._tokenizer.get_added_tokens_decoder()
+        special |= {token for token, each in added.items() if each.special}
+        size = max(size, 1 + max(tokenizer._tokenizer.get_vocab().values()))  # there may be gaps
+    of = token_bytes(tokenizer)
+    return Pieces([of(token) for token in range(size)], frozenset(special))
 
 
 def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ class Options(NamedTuple):
 
     max_tokens: int
     sampling: Sampling
+    logit_bias: tuple[tuple[int, float], ...]
     penalized: bool
     seed: int
     stop: frozenset[int]
@@ -38,7 +39,7 @@ _NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-OPTIONAL = (*_NEUTRAL, "adapter", "mask", "callback")
+OPTIONAL = (*_NEUTRAL, "logit_bias", "adapter", "mask", "callback")
 _PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 
 
@@ -68,10 +69,12 @@ def options_of(
     seed: Any,
     stop: Any,
     log_probs: Any,
+    logit_bias: Any,
     adapter: Any,
     mask: Any,
     callback: Any,
     adapters: Collection[str],
+    vocab_size: int,
     **chosen: Any,
 ) -> Options:
     """Returns the options of a request.
@@ -95,10 +98,12 @@ def options_of(
             raise ValueError(
                 f"submit: {name} needs a method {method}, or must be None; got {_short(value)}"
             )
+    biases = _biases(logit_bias, vocab_size)
     return Options(
         integer("submit: max_tokens", max_tokens, 1),
         Sampling(**{name: np.float32(x) for name, x in used.items()}),
-        any(chosen[name] is not None for name in _PENALTIES),
+        biases,
+        bool(biases) or any(chosen[name] is not None for name in _PENALTIES),
         integer("submit: seed", seed, 0, 2**63 - 1),
         stops("submit", stop),
         integer("submit: log_probs", log_probs, 0, MOST_ALTERNATIVES),
@@ -119,6 +124,22 @@ def integer(what: str, value: Any, low: int, high: int | None = None) -> int:
         span = f">= {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{what} must be an integer {span}; got {_short(value)}")
     return int(value)
+
+
+def _biases(biases: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if biases is None:
+        return ()
+    if not isinstance(biases, Mapping):
+        raise ValueError(
+            f"submit: logit_bias must be a mapping such as {{5: -100}}; got {_short(biases)}"
+        )
+    for token, bias in biases.items():
+        integer("submit: a token of logit_bias", token, 0, vocab_size - 1)
+        if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or not -100 <= bias <= 100:
+            raise ValueError(
+                f"submit: logit_bias must have numbers from -100 to 100; got {_short(bias)}"
+            )
+    return tuple((int(token), float(bias)) for token, bias in biases.items())
 
 
 def stops(caller: str, stop: Any) -> frozenset[int]:

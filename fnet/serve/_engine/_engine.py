@@ -20,6 +20,7 @@ from fnet.serve._engine._queue import Queue
 from fnet.serve._engine._request import Finished, Mask, Request, Token
 from fnet.serve._engine._stats import Counters, Stats
 from fnet.serve._engine._table import Table
+from fnet.serve._structured._grammar import Grammar
 
 _LOG = logging.getLogger("fnet.serve")
 _AHEAD = 1  # turns whose tokens the host has not read when the next is begun
@@ -110,7 +111,7 @@ class Engine:
         self.context = _context(model, context)
         self.adapters = tuple(adapters or ())
         chunk = min(_checks.integer("Engine: chunk", chunk, 1), self.context)
-        stops = _checks.stops("Engine", stop)
+        self._stop = _checks.stops("Engine", stop)
         if adapters:
             params = _adapters.together(params, adapters)
         dtype = None if dtype is None else jnp.dtype(dtype)
@@ -138,7 +139,7 @@ class Engine:
             *_steps(plan, self.one_by_one, exact),
             prefixes=None if by_length else _prefixes(prefix_cache, table),
             adapters={name: i + 1 for i, name in enumerate(self.adapters)},
-            stop=stops,
+            stop=self._stop,
             memory=self._memory,
             counters=self._counters,
         )
@@ -160,6 +161,7 @@ class Engine:
         seed: int = 0,
         stop: Sequence[int] = (),
         log_probs: int = 0,
+        logit_bias: Mapping[int, float] | None = None,
         adapter: str | None = None,
         mask: Mask | None = None,
         callback: Callable[[Token | None], None] | None = None,
@@ -174,10 +176,13 @@ class Engine:
             seed: an integer from 0 to 2^63 - 1. The same seed gives the same text.
             stop: tokens that end this text, in addition to those of the engine.
             log_probs: how many of the most probable tokens are reported beside each token, up to 20.
+            logit_bias: {token: number from -100 to 100}, which is added to its logit. Reported
+                log-probabilities are those without it.
             adapter: the name of an adapter. Default None: the parameters without a change.
-            mask: an object with `allowed(tokens) -> booleans [vocab_size]`, which is asked before
-                each token, with the tokens generated up to now. It costs the other requests the
-                time of the call.
+            mask: what the text must be (`json_schema`, `regex`, `choice`, `lark`), or any object
+                with `allowed(tokens) -> booleans [vocab_size]`, which is asked before each token,
+                with the tokens generated up to now, while the device computes. It costs the other
+                requests what the call takes longer than that.
             callback: called with each `Token`, and with None at the end, in the thread that takes
                 the turns. An exception ends this request with "error", and no other.
 
@@ -199,6 +204,7 @@ class Engine:
             seed=seed,
             stop=stop,
             log_probs=log_probs,
+            logit_bias=logit_bias,
             adapter=adapter,
             mask=mask,
             callback=callback,
@@ -341,7 +347,12 @@ class Engine:
 
     def _request(self, prompt: Sequence[int], **options: Any) -> Request:
         defaults = {**dict.fromkeys(_checks.OPTIONAL), "stop": (), "log_probs": 0}
-        checked = _checks.options_of(**{**defaults, **options}, adapters=self.adapters)
+        checked = _checks.options_of(
+            **{**defaults, **options}, adapters=self.adapters, vocab_size=self.vocab_size
+        )
+        if isinstance(checked.mask, Grammar):
+            walk = checked.mask.walk(self.vocab_size, self._stop | checked.stop)
+            checked = checked._replace(mask=walk)
         tokens = _checks.prompt_of(prompt, self.vocab_size)
         total = len(tokens) + checked.max_tokens
         if total > self.context + 1:  # the last token is not read by the model

@@ -220,7 +220,11 @@ class Loop:
         for slot, request in masked:
             if not request.ended:
                 with self._blamed(request):
-                    allowed[slot] = _row_of(request.options.mask, request.generated, shape[1])
+                    row = _row_of(request.options.mask, request.generated, shape[1])
+                    if row is None:
+                        self._end(request, "stop")
+                    else:
+                        allowed[slot] = row
         return jnp.asarray(allowed)
 
     def _deliver(self) -> None:
@@ -287,8 +291,11 @@ class Loop:
         self.table.clear()
 
 
-def _row_of(mask: Mask, tokens: list[int], vocab_size: int) -> np.ndarray:
-    allowed = np.asarray(mask.allowed(tokens))
+def _row_of(mask: Mask, tokens: list[int], vocab_size: int) -> np.ndarray | None:
+    row = mask.allowed(tokens)
+    if row is None:
+        return None
+    allowed = np.asarray(row)
     if allowed.shape != (vocab_size,) or allowed.dtype != bool:
         raise ValueError(
             f"mask.allowed: expected booleans [{vocab_size}], got {allowed.dtype}"

@@ -14,7 +14,7 @@ _LOG = logging.getLogger("fnet.serve")
 
 
 class Mask(Protocol):
-    """Says before each token which tokens may come next.
+    """Says before each token which tokens may come next. `Grammar` is one.
 
     >>> class Even:
     ...     def allowed(self, tokens):
@@ -27,8 +27,9 @@ class Mask(Protocol):
     False
     """
 
-    def allowed(self, tokens: Sequence[int]) -> np.ndarray:
-        """Returns booleans [vocab_size]. `tokens` are those generated up to now."""
+    def allowed(self, tokens: Sequence[int]) -> np.ndarray | None:
+        """Returns booleans [vocab_size], or None if the text is complete, which then ends with
+        "stop". `tokens` are those generated up to now."""
 
 
 class Token(NamedTuple):
@@ -56,7 +57,8 @@ class Finished(NamedTuple):
     Attributes:
         tokens: the generated tokens, without the stop token.
         log_probs: the log-probability of each.
-        finish_reason: "stop" (a stop token came), "length" (`max_tokens`), "cancelled" or "error".
+        finish_reason: "stop" (a stop token came, or the mask ended the text), "length"
+            (`max_tokens`), "cancelled" or "error".
         prompt_tokens: the number of tokens of the prompt.
         cached_tokens: how many of them were not computed, because the prefix cache had them.
         first_token_s: seconds from `submit` to the first token, or None if there was none.

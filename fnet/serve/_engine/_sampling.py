@@ -40,11 +40,12 @@ class Rows(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What penalties need: whether a token is in the prompt, and how often it was generated, both
-    [rows, vocab_size]."""
+    """What penalties need: whether a token is in the prompt, how often it was generated, and what is
+    added to its logit, all [rows, vocab_size]."""
 
     seen: jax.Array
     generated: jax.Array
+    bias: jax.Array
 
 
 class Picked(NamedTuple):
@@ -68,7 +69,8 @@ def no_rows(*, rows: int) -> Rows:
 @functools.partial(jax.jit, static_argnames=("rows", "vocab_size"))
 def no_counts(*, rows: int, vocab_size: int) -> Counts:
     shape = rows, vocab_size
-    return Counts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
+    zeros = functools.partial(jnp.zeros, shape)
+    return Counts(zeros(bool), zeros(jnp.int32), zeros(jnp.float32))
 
 
 def seat(rows: Rows, slot: int, last: int, adapter: int, options: Options) -> Rows:
@@ -93,9 +95,14 @@ def _seated(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def count_prompt(counts: Counts, slot: jax.Array, seen: jax.Array) -> Counts:
-    """Begins the counts of a row: `seen` [vocab_size], whether the prompt contains a token."""
-    return Counts(counts.seen.at[slot].set(seen), counts.generated.at[slot].set(0))
+def count_prompt(counts: Counts, slot: jax.Array, seen: jax.Array, bias: jax.Array) -> Counts:
+    """Begins the counts of a row: `seen` [vocab_size], whether the prompt contains a token, and
+    `bias` [vocab_size]."""
+    return Counts(
+        counts.seen.at[slot].set(seen),
+        counts.generated.at[slot].set(0),
+        counts.bias.at[slot].set(bias),
+    )
 
 
 @jax.jit
@@ -122,7 +129,7 @@ def pick(
     """
     options, chosen = rows.options, logits
     if counts is not None:
-        chosen = penalized(chosen, options, counts.seen, counts.generated)
+        chosen = penalized(chosen, options, counts.seen, counts.generated) + counts.bias
     if allowed is not None:
         chosen = jnp.where(allowed, chosen, -jnp.inf)
     tokens = _next(chosen, rows, active)

@@ -149,7 +149,12 @@ class Table:
             self.counts = _sampling.no_counts(rows=len(self.requests), vocab_size=self.vocab_size)
         seen = np.zeros(self.vocab_size, bool)
         seen[request.prompt] = True
-        self.counts = _sampling.count_prompt(self.counts, slot, jnp.asarray(seen))
+        bias = np.zeros(self.vocab_size, np.float32)
+        for token, added in request.options.logit_bias:
+            bias[token] = added
+        self.counts = _sampling.count_prompt(
+            self.counts, slot, jnp.asarray(seen), jnp.asarray(bias)
+        )
 
     def counted(self, requests: Iterable[Request]) -> _sampling.Counts | None:
         """The counts, if one of these requests needs them."""

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fnet.serve._openai import _fields, _messages, _tools
+from fnet.serve._openai import _fields, _messages, _structured, _tools
 from fnet.serve._openai._errors import Wrong
 from fnet.serve._openai._language import Asked, Language
 from fnet.serve._openai._responses import Answer, Chat, Completion
@@ -56,11 +56,11 @@ def chat(language: Language, body: Mapping[str, Any]) -> Job:
     found = _fields.read(_fields.CHAT, body)
     streams, counts = _streaming(found)
     tools = _tools.chosen(found["tools"], found["tool_choice"])
-    template, source = language.template(bool(tools))
-    reader = _tools.reader(source) if tools else _tools.Plain
+    template, source = language.template(bool(tools.shown))
+    form = _tools.form(source) if tools.shown else None
     variables = _messages.variables(found, source)
-    if tools:
-        variables["tools"] = tools
+    if tools.shown:
+        variables["tools"] = tools.shown
     messages = _messages.conversation(found["messages"], source)
     prompt = language.rendered(template, messages, **variables)
     if found["top_logprobs"] is not None and not found["logprobs"]:
@@ -71,11 +71,12 @@ def chat(language: Language, body: Mapping[str, Any]) -> Job:
         found["n"],
         language.token_bytes,
         alternatives,
-        reader=reader,
+        reader=form.reader if form else _tools.Plain,
         single=not found["parallel_tool_calls"],
     )
     limit = _most_tokens(found)
-    asked = _asked(language, found, prompt, limit, alternatives, "messages")
+    mask = _structured.of_chat(language.tokenizer, found, tools, form)
+    asked = _asked(language, found, prompt, limit, alternatives, "messages", mask)
     return Job([asked], answer, streams, counts)
 
 
@@ -105,6 +106,7 @@ def completion(language: Language, body: Mapping[str, Any]) -> Job:
             f"at most {_fields.MOST_CHOICES}",
             param="n",
         )
+    mask = _structured.of_completion(language.tokenizer, found)
     asked = [
         _asked(
             language,
@@ -113,6 +115,7 @@ def completion(language: Language, body: Mapping[str, Any]) -> Job:
             found["max_tokens"],
             alternatives,
             "prompt",
+            mask,
         )
         for prompt in prompts
     ]
@@ -131,12 +134,16 @@ def completion(language: Language, body: Mapping[str, Any]) -> Job:
     return Job(asked, answer, streams, counts)
 
 
-def _asked(language, found, prompt, limit, alternatives, param) -> Asked:
+def _asked(language, found, prompt, limit, alternatives, param, mask) -> Asked:
     options = {name: found[name] for name in _SAMPLING}
     options |= {name: None for name, value in _NEUTRAL.items() if options[name] == value}
     options["max_tokens"] = language.room(prompt, limit, param)
     options["log_probs"] = alternatives or 0
     options["adapter"] = language.adapter(found["model"])
+    if found["logit_bias"]:
+        options["logit_bias"] = found["logit_bias"]
+    if mask is not None:
+        options["mask"] = mask
     seed = secrets.randbits(63) if found["seed"] is None else found["seed"] % (1 << 63)
     return Asked(prompt, found["n"], found["stop"], seed, options)
 

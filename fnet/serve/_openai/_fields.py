@@ -11,6 +11,7 @@ from fnet.serve._openai._errors import Wrong
 
 MOST_CHOICES = 128
 _STOPS = 16  # stop strings of a request; OpenAI allows 4
+_MOST_BIASES = 1024  # tokens of a request
 _LONGEST = 1000  # characters of a stop string, which the text is searched for after each token
 
 
@@ -113,6 +114,16 @@ def mapping(value: Any) -> dict:
     return value
 
 
+def biases(value: Any) -> dict[int, float]:
+    """Reads an object from tokens, which JSON makes strings, to numbers that are added to logits."""
+    read_bias = number(-100, 100)
+    if not isinstance(value, dict) or len(value) > _MOST_BIASES:
+        raise ValueError(f"expected an object of at most {_MOST_BIASES} tokens")
+    if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in value):
+        raise ValueError('expected tokens as names, such as {"50256": -100}')
+    return {int(token): read_bias(bias) for token, bias in value.items()}
+
+
 def only(*values: Any, why: str) -> Field:
     """A field of OpenAI's API whose other values this server refuses."""
 
@@ -159,13 +170,13 @@ _GENERATION = {
     "top_k": Field(integer(1, 1 << 30)),
     "min_p": Field(number(0, 1)),
     "repetition_penalty": Field(number(1e-3, 1e3)),
-    "logit_bias": only({}, why="biases of tokens are not supported; leave the field out"),
+    "logit_bias": Field(biases),
+    "structured_outputs": Field(mapping),
 }
 # Names of users and caches, and where OpenAI runs and keeps a request: the text is the same.
 _IRRELEVANT = frozenset({"user", "metadata", "safety_identifier"}) | frozenset(
     f"prompt_cache_{name}" for name in ("key", "options", "retention")
 )
-_STRUCTURED = "structured output is not supported yet; expected {'type': 'text'}"
 
 CHAT = Table(
     {
@@ -179,7 +190,7 @@ CHAT = Table(
         "parallel_tool_calls": Field(flag, True),
         "reasoning_effort": Field(text),
         "chat_template_kwargs": Field(mapping, {}),
-        "response_format": only({"type": "text"}, why=_STRUCTURED),
+        "response_format": Field(mapping),
         "modalities": only(["text"], why="this server generates text; expected ['text']"),
         "store": only(False, why="this server keeps nothing; expected false"),
         "service_tier": only("auto", "default", why="expected 'auto' or 'default'"),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fnet.serve._openai._errors import Wrong
 from fnet.serve._openai._language import Asked, Language
 from fnet.serve._openai._text import Text
+from fnet.serve._structured._walk import Stuck
 
 _POLL = 0.5  # seconds after which it is looked whether a request has ended without a word
 
@@ -171,6 +172,8 @@ class _Choice:
             raise Wrong("the server ends; the text was not finished", status=503)
         if reason not in ("stop", "length"):
             error = getattr(self.request, "error", None)
+            if isinstance(error, Stuck):
+                raise Wrong(f"the text cannot go on: {error}")
             raise Wrong(f"the computation failed: {type(error).__name__}", status=500)
         return self._piece(self.text.end(), reason)
 

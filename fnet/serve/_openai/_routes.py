@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fnet.serve import _protocol
-from fnet.serve._openai import _asked, _embeddings
+from fnet.serve._batching import Full
+from fnet.serve._openai import _asked, _embeddings, _structured
 from fnet.serve._openai._errors import Wrong, content
 from fnet.serve._openai._generation import Generation
 from fnet.serve._openai._language import Language
 from fnet.serve._openai._responses import DONE, event
 from fnet.serve._requests import read_body
+
+_MOST_WAITING = 256  # requests whose grammars are not compiled
 
 
 class OpenAI:
@@ -22,6 +26,8 @@ class OpenAI:
     def __init__(self, server: Any):
         self._server = server
         self._repository, self._options = server.repository, server.options
+        self._grammars = ThreadPoolExecutor(4, thread_name_prefix="fnet-grammar")
+        self._grammars_wait = 0
 
     def routes(self) -> list[tuple[str, Callable, str]]:
         """Returns the (path, function, method)s."""
@@ -97,7 +103,7 @@ class OpenAI:
         body = await self._body(request)
         language: Language = self._found(body, "languages")
         self._server.check_ready()
-        job = await asyncio.to_thread(read, language, body)
+        job = await self._read(read, language, body)
         generation = Generation(language, job.asked)
         if not job.streams:
             async with _gone(request, generation):
@@ -109,6 +115,19 @@ class OpenAI:
             generation.cancel()
             raise
         return _stream(first, events, generation)
+
+    async def _read(self, read: Callable, language: Language, body: dict) -> Any:
+        """Reads a request: with a grammar in threads of their own, so that no other waits for it."""
+        if not _structured.asks(body):
+            return await asyncio.to_thread(read, language, body)
+        if self._grammars_wait >= _MOST_WAITING:
+            raise Full(f"{self._grammars_wait} schemas and grammars wait; try again later")
+        self._grammars_wait += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._grammars, read, language, body)
+        finally:
+            self._grammars_wait -= 1
 
     async def _whole(self, generation: Generation, answer: Any) -> dict:
         async for piece in generation.pieces(self._options.timeout):

@@ -125,8 +125,25 @@ class Whole:
         return ("", calls) if calls else (self._held, [])
 
 
-def reader(template: str) -> type[Tagged] | type[Whole]:
-    """Returns how the calls of a model with this chat template are read.
+class Form(NamedTuple):
+    """How a model writes calls.
+
+    Attributes:
+        reader: how they are read.
+        key: the name of the arguments in the JSON of a call.
+        begin, end: what comes before and after a call.
+        list_begin: what comes before a list of calls, if they are in one.
+    """
+
+    reader: type[Tagged] | type[Whole]
+    key: str
+    begin: str = ""
+    end: str = ""
+    list_begin: str = ""
+
+
+def form(template: str) -> Form:
+    """Returns how a model with this chat template writes calls.
 
     Raises:
         Wrong: the template has no tools, or calls of a form that is not known.
@@ -135,9 +152,11 @@ def reader(template: str) -> type[Tagged] | type[Whole]:
         raise Wrong("this model's chat template has no tools; leave them out", param="tools")
     other = any(mark in template for mark in ("<function=", "<arg_key>", "[ARGS]"))
     if not other and _BEGIN in template and "arguments" in template:
-        return Tagged
-    if not other and (_LLAMA in template or _MISTRAL in template):
-        return Whole
+        return Form(Tagged, "arguments", _BEGIN, _END)
+    if not other and _MISTRAL in template:
+        return Form(Whole, "arguments", list_begin=_MISTRAL)
+    if not other and _LLAMA in template:
+        return Form(Whole, "parameters")
     raise Wrong(
         "the calls that this model's chat template asks for are of no known form, so they cannot "
         f"be read; known are {_FORMS}. Leave the tools out, or send tool_choice 'none'",
@@ -145,32 +164,68 @@ def reader(template: str) -> type[Tagged] | type[Whole]:
     )
 
 
-def chosen(tools: Any, choice: Any) -> list[dict] | None:
-    """Returns the tools to show to the model, or None.
+class Chosen(NamedTuple):
+    """The tools of a request.
+
+    Attributes:
+        shown: those that the model sees, or None.
+        callable: the functions that it may call.
+        required: whether it must call one.
+    """
+
+    shown: list[dict] | None = None
+    callable: tuple[dict, ...] = ()
+    required: bool = False
+
+    @property
+    def strict(self) -> bool:
+        """Whether the arguments of a function must be as its schema demands."""
+        return any(function.get("strict") for function in self.callable)
+
+
+def chosen(tools: Any, choice: Any) -> Chosen:
+    """Returns the tools of a request.
 
     Raises:
-        Wrong: they are not valid, or the choice needs what this server does not do.
+        Wrong: they are not valid, or the choice is none.
     """
-    tools = checked(tools)
-    if choice is None or choice == "auto":
-        return tools
+    functions = checked(tools)
     if choice == "none":
-        return None
-    if not tools:
-        raise Wrong("tool_choice: expected tools, too", param="tool_choice")
-    if choice == "required" or isinstance(choice, dict):
+        return Chosen()
+    if not functions:
+        if choice not in (None, "auto"):
+            raise Wrong("tool_choice: expected tools, too", param="tool_choice")
+        return Chosen()
+    shown = [_without_strict(function) for function in functions]
+    if choice in (None, "auto", "required"):
+        return Chosen(shown, tuple(functions), choice == "required")
+    name = _named(choice)
+    named = tuple(each for each in functions if each["name"] == name)
+    if not named:
+        known = ", ".join(each["name"] for each in functions)
         raise Wrong(
-            "tool_choice: a call cannot be forced, because structured output is not supported yet; "
-            "expected 'auto' or 'none'",
+            "tool_choice: expected 'auto', 'none', 'required', or "
+            f'{{"type": "function", "function": {{"name": one of {known:.200}}}}}; '
+            f"got {choice!r:.80}",
             param="tool_choice",
         )
-    raise Wrong(f"tool_choice: expected 'auto' or 'none', got {choice!r:.80}", param="tool_choice")
+    return Chosen(shown, named, True)
 
 
-def checked(tools: Any) -> list[dict] | None:
-    """Returns the tools, or raises `Wrong` if they are not OpenAI's."""
-    if tools is None or tools == []:
+def _named(choice: Any) -> Any:
+    """Returns the name of the function that must be called, or None."""
+    if not isinstance(choice, dict) or set(choice) != {"type", "function"}:
         return None
+    function = choice["function"]
+    if choice["type"] != "function" or not isinstance(function, dict) or set(function) != {"name"}:
+        return None
+    return function["name"]
+
+
+def checked(tools: Any) -> list[dict]:
+    """Returns the functions, or raises `Wrong` if they are not OpenAI's."""
+    if tools is None or tools == []:
+        return []
     if not isinstance(tools, list) or len(tools) > _MOST:
         raise Wrong(f"tools: expected a list of at most {_MOST}", param="tools")
     for index, tool in enumerate(tools):
@@ -187,18 +242,12 @@ def checked(tools: Any) -> list[dict] | None:
                 f'"description": ..., "parameters": ...}}}}, got {tool!r:.200}',
                 param="tools",
             )
-        if function.get("strict"):
-            raise Wrong(
-                f"tools[{index}]: strict arguments need structured output, which is not supported "
-                "yet; leave strict out",
-                param="tools",
-            )
-    return [_without_strict(tool) for tool in tools]
+    return [tool["function"] for tool in tools]
 
 
-def _without_strict(tool):
-    function = {name: value for name, value in tool["function"].items() if name != "strict"}
-    return {"type": "function", "function": function}
+def _without_strict(function):
+    shown = {name: value for name, value in function.items() if name != "strict"}
+    return {"type": "function", "function": shown}
 
 
 def _calls(values: Sequence[Any]) -> list[Call]:
