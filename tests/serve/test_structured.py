@@ -158,6 +158,7 @@ def writers():
     return get
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_what_a_random_model_writes_is_valid(writers, name):
     jsonschema = pytest.importorskip("jsonschema")
@@ -180,6 +181,7 @@ PATTERNS = [
 ]
 
 
+@pytest.mark.quick_cases("characters", "byte-level BPE")
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_patterns_match_from_beginning_to_end(writers, kind):
     writer, seen = writers(kind), set()
@@ -191,6 +193,7 @@ def test_patterns_match_from_beginning_to_end(writers, kind):
     assert len(seen) > 6
 
 
+@pytest.mark.quick_cases("characters", "byte-level BPE")
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_choices_are_written_exactly(writers, kind):
     writer = writers(kind)
@@ -200,7 +203,7 @@ def test_choices_are_written_exactly(writers, kind):
 
 
 def test_a_grammar_of_lark_balances_brackets(writers):
-    writer = writers("bytes")
+    writer = writers("byte-level BPE")
     grammar = 'start: "(" start ")" | leaf\nleaf: %json {"type": "boolean"}\n'
     for text in writer.words(serve.lark(grammar, writer.tokenizer), 8):
         depth = text.count("(")

@@ -160,6 +160,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.quick_cases("deep", "a chain of references", "a multiple", "optional parts")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_is_too_large_is_refused_in_time(name):
     kind, value = HOSTILE[name]
