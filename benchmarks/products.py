@@ -55,8 +55,7 @@ def of_jax(native, dtype, case):
     def f(x, matrices):
         return [x @ (w.T if case[-1] else w) for w in matrices]
 
-    run = ft.tune(f, rules={"native_product": native})
-    run = jax.jit(run)
+    run = jax.jit(ft.tune(f, rules={"native_product": native}))
     return lambda: jax.block_until_ready(run(x, matrices)), len(matrices)
 
 

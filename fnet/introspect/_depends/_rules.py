@@ -212,8 +212,8 @@ _BLIND = frozenset(
     concatenate convert_element_type copy copy_p cos cosh cumlogsumexp cummax cummin cumprod cumsum
     device_put dynamic_slice dynamic_update_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor
     gather ge gt is_finite layout_constraint le log log1p log2 logistic lt max min mul name ne neg
-    one_minus_square optimization_barrier pad polynomial pvary reduce_max reduce_min reduce_precision reduce_prod
-    reduce_sum reduce_window_max reduce_window_min reduce_window_sum rem reshape reshard rev round
+    one_minus_square optimization_barrier pad polynomial pvary reduce_max reduce_min reduce_precision
+    reduce_prod reduce_sum reduce_window_max reduce_window_min reduce_window_sum rem reshape reshard rev round
     scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_scatter_add select_n
     sharding_constraint sign sin sinh slice split sqrt square squeeze stack stop_gradient sub tan tanh
     tile transpose unstack""".split()
